@@ -1,0 +1,244 @@
+"""`RunSpec`: what the user wrote in `bridge.yaml`, validated.
+
+Unknown keys are refused with a suggestion, and all problems are reported at once, each with its path.
+Every key has a default except `model.source`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from bridge.errors import SpecError
+
+Engine = Literal["maxtext", "tunix"]
+Method = Literal["sft", "lora", "qlora", "dpo", "orpo"]
+Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+ENGINES: tuple[str, ...] = get_args(Engine)
+METHODS: tuple[str, ...] = get_args(Method)
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the spec: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The model to start from."""
+
+    source: str = Field(min_length=1, description="a local Hugging Face folder, or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    tokenizer: str | None = Field(None, description="a folder or hub id; default: the model's own")
+
+
+class DataSection(Section):
+    """The examples to train on."""
+
+    train: str | list[str] | None = Field(None, description=".jsonl or .parquet file(s), or a hub data set id")
+    eval: str | list[str] | None = Field(None, description="the same, for evaluation")
+    split: str = Field("train", description="for hub data sets")
+    column: str | None = Field("messages", description="the chat column; prompt/completion or chosen/rejected are found")
+    loss_on: Literal["completion", "all"] = Field("completion", description="train on the assistant's turns, or on all")
+    packing: bool = Field(False, description="several examples a row, kept apart by attention and positions")
+
+
+class Schedule(Section):
+    """The learning rate over the run."""
+
+    kind: Literal["cosine", "constant"] = Field("cosine", description="decay after the warm-up")
+    warmup: Fraction = Field(0.1, description="fraction of the steps")
+    final: Fraction = Field(0.1, description="last learning rate, as a fraction of the peak")
+
+
+class TrainSection(Section):
+    """How to train."""
+
+    method: Method = "sft"
+    steps: Positive = 100
+    sequence_length: Positive = Field(1024, description="tokens a row")
+    batch_per_device: Positive = Field(1, description="rows a device and step")
+    gradient_accumulation: Positive = 1
+    learning_rate: PositiveFloat = 2.0e-5
+    schedule: Schedule = Schedule()  # type: ignore[call-arg]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    eval_every: Count = Field(25, description="steps; 0: never")
+    save_every: Positive = Field(50, description="steps")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute")
+    weight_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="auto: float32 for full SFT, DPO, ORPO; bfloat16 base for LoRA; NF4 base for QLoRA"
+    )
+    keep: Positive = Field(2, description="engine checkpoints kept, the best by eval loss beside them")
+    seed: Count = 0
+
+
+class LoraSection(Section):
+    """Adapters, for lora and qlora."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    tile_size: Positive = Field(32, description="values that share one NF4 scale (qlora)")
+
+
+class PreferenceSection(Section):
+    """For dpo and orpo."""
+
+    beta: PositiveFloat = 0.1
+    lambda_orpo: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+
+class MeshShape(Section):
+    """Devices along each axis; -1 once: what is left."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+class ClusterSection(Section):
+    """Where the processes run."""
+
+    launcher: Literal["local", "ssh", "slurm", "jobset"] = "local"
+    nodes: Positive = 1
+    processes: Positive = Field(1, description="engine processes a node")
+    init_timeout: Positive = Field(120, description="seconds for all processes to join")
+    stall_timeout: Positive = Field(1800, description="seconds without a finished step that end a run")
+    hardware: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="of the GPU, for XLA")
+    xla_flags: tuple[str, ...] = ()
+
+
+class RunSpec(Section):
+    """The whole of `bridge.yaml`."""
+
+    model: ModelSection
+    engine: Engine = "maxtext"
+    workdir: str = "."
+    data: DataSection = DataSection()  # type: ignore[call-arg]
+    train: TrainSection = TrainSection()  # type: ignore[call-arg]
+    lora: LoraSection = LoraSection()  # type: ignore[call-arg]
+    preference: PreferenceSection = PreferenceSection()
+    mesh: Literal["auto"] | MeshShape = "auto"
+    cluster: ClusterSection = ClusterSection()  # type: ignore[call-arg]
+    maxtext: dict[str, Any] = Field({}, description="raw engine settings, passed on last")
+    tunix: dict[str, Any] = {}
+
+    @field_validator("maxtext", "tunix")
+    @classmethod
+    def _no_token(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for key in settings:
+            if "token" in key.lower() and "access" in key.lower():
+                raise ValueError(f"{key}: a token does not belong in a spec, set HF_TOKEN or log in")
+        return settings
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> RunSpec:
+    """Read a spec and apply `KEY=VALUE` overrides such as `train.steps=5`.
+
+    Raises:
+        SpecError: unreadable, no YAML, or not valid; all problems at once.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise SpecError(
+            f"there is no {path}", hint="`bridge init` writes one, `--spec FILE` names another"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read: {error}") from error
+    return parse(text, overrides, where=str(path))
+
+
+def parse(text: str, overrides: tuple[str, ...] = (), where: str = "bridge.yaml") -> RunSpec:
+    """As `load`, from text."""
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SpecError(f"{where} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise SpecError(f"{where} must be a mapping with at least model.source")
+    for override in overrides:
+        _override(values, override)
+    try:
+        return RunSpec.model_validate(_tuples(values))
+    except ValidationError as error:
+        raise SpecError(f"{where}: {error.error_count()} problem(s)", details=_explain(error)) from error
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise SpecError(f"{override!r} is not KEY=VALUE", hint="for example train.steps=5")
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = values.get(parent)
+        if inner is None:
+            inner = values[parent] = {}
+        if not isinstance(inner, dict):
+            raise SpecError(f"{key}: {parent} has no keys of its own")
+        values = inner
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{key}: {text!r} is not valid YAML: {error}") from error
+    if isinstance(values[last], str):  # YAML 1.1 reads 1e-5 as text
+        try:
+            values[last] = float(text)
+        except ValueError:
+            pass
+
+
+def _tuples(values: Any) -> Any:
+    """YAML lists become tuples where the spec is frozen; YAML 1.1's `1e-5` becomes a number."""
+    if isinstance(values, dict):
+        out = {key: _tuples(value) for key, value in values.items()}
+        for key in ("targets", "xla_flags"):
+            if isinstance(out.get(key), list):
+                out[key] = tuple(out[key])
+        for key in ("learning_rate", "beta", "lambda_orpo", "alpha", "weight_decay"):
+            if isinstance(out.get(key), str):
+                try:
+                    out[key] = float(out[key])
+                except ValueError:
+                    pass
+        return out
+    return values
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        location = [part for part in problem["loc"] if part not in ("literal['auto']", "MeshShape")]
+        path = ".".join(map(str, location))
+        if problem["type"] == "extra_forbidden":
+            known = _fields(problem["loc"][:-1])
+            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            text = f"unknown key (did you mean {close[0]}?)" if close else f"unknown key (known: {', '.join(known)})"
+        else:
+            text = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] not in ("missing", "value_error"):
+                text += f", found {problem['input']!r}"
+        lines.append(f"{path}: {text}")
+    return lines
+
+
+def _fields(location: tuple[int | str, ...]) -> list[str]:
+    section: Any = RunSpec
+    for part in location:
+        if part == "MeshShape":
+            section = MeshShape
+        elif isinstance(part, str) and part in section.model_fields and part != "mesh":
+            section = section.model_fields[part].annotation
+    return list(section.model_fields)

@@ -1,0 +1,195 @@
+"""Orbax checkpoints, array by array and slab by slab, through TensorStore.
+
+Orbax itself copies every leaf before it writes it. So the arrays are written with TensorStore in Orbax's own format
+(OCDBT, zarr3, one key prefix a leaf) and the few metadata files beside them are written here. The tests restore the
+result with stock Orbax (v0 and v1) and with both engines.
+Source: orbax/checkpoint/_src/metadata/{tree,step_metadata_serialization}.py and _src/serialization/tensorstore_utils.py, 0.12.8.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bridge.converters.plan import Tensor
+from bridge.errors import CheckpointError
+from bridge.model_spec import read_json
+
+Compression = Literal["none", "zstd:1", "zstd:3"]
+Path_ = tuple[str, ...]
+
+HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+TREE, STEP = "_METADATA", "_CHECKPOINT_METADATA"
+UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def context(cache_bytes: int = 0) -> Any:
+    """A TensorStore context: no fsync a commit (the folder is flushed once, before its rename), a bounded cache."""
+    import tensorstore as ts
+
+    return ts.Context(
+        {
+            "file_io_sync": False,
+            "cache_pool": {"total_bytes_limit": cache_bytes},
+            "data_copy_concurrency": {"limit": 2},
+            "file_io_concurrency": {"limit": 8},
+        }
+    )
+
+
+class TreeSink:
+    """The tree of one checkpoint item, written array by array."""
+
+    def __init__(self, step: Path, item: str, compression: Compression = "none") -> None:
+        self.step, self.folder = step, step / item
+        self.folder.mkdir(parents=True)
+        self._entries: dict[Path_, tuple[int, ...] | None] = {}
+        self._compression = compression
+        self._context = context()
+
+    def create(self, path: Path_, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...]) -> Any:
+        """A new array, open for writing by whole `chunk`s; readers decode `inner` chunks."""
+        import tensorstore as ts
+
+        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if self._compression != "none":
+            level = int(self._compression.removeprefix("zstd:"))
+            codecs.append({"name": "zstd", "configuration": {"level": level}})
+        sharding = {
+            "chunk_shape": list(inner),
+            "codecs": codecs,
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        }
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": {"driver": "file", "path": f"{self.folder}/"},
+                "path": ".".join(path) + "/",
+            },
+            "metadata": {
+                "shape": list(shape),
+                "data_type": dtype,
+                "fill_value": 0 if dtype.startswith("int") else 0.0,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+                "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            },
+            "store_data_equal_to_fill_value": True,
+        }
+        self._entries[path] = shape
+        return ts.open(spec, create=True, open=False, context=self._context).result()
+
+    def empty(self, path: Path_) -> None:
+        """An empty dict in the tree."""
+        self._entries[path] = None
+
+    def finish(self, custom: dict[str, Any]) -> None:
+        """Write the metadata of the tree and of the step."""
+        tree = {
+            str(path): {
+                "key_metadata": [{"key": key, "key_type": 2} for key in path],
+                "value_metadata": {"value_type": "Dict", "skip_deserialize": True}
+                if shape is None
+                else {"value_type": "np.ndarray", "skip_deserialize": False},
+            }
+            for path, shape in self._entries.items()
+        }
+        options = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+        (self.folder / TREE).write_text(json.dumps({"tree_metadata": tree, **options, "custom_metadata": None}))
+        now = time.time_ns()
+        step = {
+            "item_handlers": {self.folder.name: HANDLER},
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": now,
+            "commit_timestamp_nsecs": now,
+            "custom_metadata": custom,
+        }
+        (self.step / STEP).write_text(json.dumps(step))
+        for folder in (self.folder, self.step):
+            (folder / "commit_success.txt").write_text("Checkpoint commit was successful.\n")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a stored tree: what it is and how TensorStore opens it."""
+
+    path: Path_
+    tensor: Tensor
+    spec: dict[str, Any]
+    chunk: tuple[int, ...]
+
+
+class TreeSource:
+    """The tree of one checkpoint item written by bridge, by Orbax, or by an engine."""
+
+    def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
+        self.folder = folder
+        self._context = context(cache_bytes)
+        self.leaves = read_tree(folder, self._context)
+
+    def open(self, path: Path_) -> Any:
+        """The array, open for reading.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+        return _open(self.leaves[path].spec, self._context, self.folder, path)
+
+
+def read_tree(folder: Path, ts_context: Any) -> dict[Path_, Leaf]:
+    """Shape, dtype and chunk of every array; values are not read. Empty nodes are left out.
+
+    Raises:
+        CheckpointError: no metadata, an unfinished write, or an array that its metadata names but the store lacks.
+    """
+    if UNFINISHED in str(folder) or any(UNFINISHED in path.name for path in folder.parent.glob("*")):
+        raise CheckpointError(f"{folder} was never finished: the run or the conversion that wrote it was stopped")
+    metadata = read_json(folder / TREE)
+    entries = metadata.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / TREE} has no tree_metadata")
+    leaves: dict[Path_, Leaf] = {}
+    missing = []
+    for name, entry in entries.items():
+        try:
+            path = tuple(str(part["key"]) for part in entry["key_metadata"])
+            kind = entry["value_metadata"]["value_type"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"{folder / TREE}: the entry {name} is damaged") from error
+        if kind in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState"):
+            continue
+        spec = _leaf_spec(folder, ".".join(path), metadata)
+        try:
+            array = _open(spec, ts_context, folder, path)
+        except CheckpointError as error:
+            missing.append(f"{'.'.join(path)}: {str(error).splitlines()[0]}")
+            continue
+        chunk = tuple(array.chunk_layout.write_chunk.shape)
+        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
+    if missing:
+        raise CheckpointError(f"{folder}: {len(missing)} of {len(entries)} arrays cannot be opened", details=missing)
+    if not leaves:
+        raise CheckpointError(f"{folder} holds no arrays")
+    return leaves
+
+
+def _leaf_spec(folder: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    if (folder / "manifest.ocdbt").exists():
+        base = {"driver": "file", "path": f"{folder}/"}
+        return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return {"driver": driver, "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
+
+
+def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> Any:
+    import tensorstore as ts
+
+    try:
+        return ts.open(spec, open=True, create=False, context=ts_context).result()
+    except ValueError as error:
+        reason = str(error).split("[source", 1)[0].strip()
+        raise CheckpointError(f"{folder}: {'.'.join(path)} cannot be opened: {reason[:300]}") from error
