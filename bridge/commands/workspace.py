@@ -1,0 +1,188 @@
+"""Where things lie: the folders that a spec implies, and which run and which checkpoint a command means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge import run_spec, sidecar
+from bridge.errors import CheckpointError, SpecError
+from bridge.run_spec import RunSpec
+
+SPEC = "bridge.yaml"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A spec and the folder that its relative paths start from."""
+
+    run: RunSpec
+    base: Path
+
+    @classmethod
+    def open(cls, spec: Path | None, overrides: tuple[str, ...] = ()) -> Workspace:
+        """Read `spec`, or `bridge.yaml` in the current folder.
+
+        Raises:
+            SpecError: as `run_spec.load`.
+        """
+        path = spec if spec is not None else Path(SPEC)
+        return cls(run_spec.load(path, overrides), path.absolute().parent)
+
+    def path(self, text: str) -> Path:
+        """A path of the spec, absolute."""
+        return (self.base / Path(text).expanduser()).absolute()
+
+    @property
+    def workdir(self) -> Path:
+        """Where outputs go."""
+        return self.path(self.run.workdir)
+
+    def converted(self, engine: str) -> Path:
+        """The folder of the converted checkpoint."""
+        return self.workdir / "checkpoints" / engine
+
+    def run_dir(self, name: str) -> Path:
+        """The folder of a run.
+
+        Raises:
+            SpecError: the name is no plain folder name.
+        """
+        if not name or name.startswith((".", "-")) or any(char in name for char in "/\\\0\n"):
+            raise SpecError(f"{name!r} cannot name a run: use a plain folder name")
+        return self.workdir / "runs" / name
+
+    def export(self, form: str) -> Path:
+        """The folder of an export."""
+        return self.workdir / "export" / form
+
+    def model_folder(self, *, download: bool = True) -> Path:
+        """The model's Hugging Face folder; a hub id is downloaded on demand.
+
+        Raises:
+            SpecError: a local path that does not exist.
+            AccessError: as `hub.resolve`.
+        """
+        return self._folder(self.run.model.source, self.run.model.revision, "model.source", download)
+
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer's folder: `model.tokenizer`, else the model's."""
+        if self.run.model.tokenizer is None:
+            return self.model_folder()
+        return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True)
+
+    def _folder(self, text: str, revision: str | None, key: str, download: bool) -> Path:
+        local = self.path(text)
+        if local.is_dir():
+            return local
+        from bridge import hub
+
+        if not hub.is_id(text):
+            raise SpecError(f"{key}: there is no folder {local}", hint="a hub id looks like meta-llama/Llama-3.1-8B")
+        return hub.resolve(text, revision, download=download)
+
+    def data_files(self, value: str | list[str] | None) -> tuple[str, ...]:
+        """The data files of `data.train` or `data.eval`, absolute where they exist; a hub id stays as it is."""
+        values = [value] if isinstance(value, str) else value or []
+        return tuple(str(self.path(text)) if self.path(text).exists() else text for text in values)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint that a command works on: its tree, its sidecar's folder, and how it came to be chosen."""
+
+    item: Path
+    home: Path
+    reason: str
+    step: int | None = None
+
+
+def find_checkpoint(workspace: Workspace | None, checkpoint: Path | None, step: int | None, engine: str | None) -> Chosen:
+    """The checkpoint that `CHECKPOINT`, or else the spec, means.
+
+    Without a path: the newest run's best checkpoint by eval loss, else its newest; the converted checkpoint only
+    when there is no run at all.
+
+    Raises:
+        CheckpointError: nothing there, or the newest run has no finished checkpoint.
+    """
+    if checkpoint is not None:
+        return _inside(checkpoint.absolute(), step, f"{checkpoint}")
+    if workspace is None:
+        raise CheckpointError("which checkpoint?", hint="name one, or run this in a folder with a bridge.yaml")
+    engine = engine or workspace.run.engine
+    runs = newest_runs(workspace)
+    if runs:
+        steps = finished_steps(runs[0] / "checkpoints")
+        if not steps:
+            raise CheckpointError(
+                f"the newest run, {runs[0].name}, has no finished checkpoint",
+                hint="wait for it, resume it with --resume, or name another checkpoint",
+            )
+        return _inside(runs[0], step, f"the newest run, {runs[0].name}")
+    converted = workspace.converted(engine)
+    if not converted.is_dir():
+        raise CheckpointError(f"there is no run and no {converted}", hint=f"bridge convert --to {engine} makes one")
+    return _inside(converted, step, "the converted checkpoint (there is no run yet)")
+
+
+def newest_runs(workspace: Workspace) -> list[Path]:
+    """Run folders, the one that was launched last first."""
+    runs = [path.parent for path in (workspace.workdir / "runs").glob(f"*/{sidecar.FILE}")]
+    return sorted(runs, key=lambda path: ((path / sidecar.FILE).stat().st_mtime_ns, path.name), reverse=True)
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Steps of complete checkpoints in a folder, rising."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and _item(path) is not None)
+
+
+def _item(step: Path) -> Path | None:
+    """The tree of a step folder: MaxText's `items`, or `model_params` of the trainer that both engines share."""
+    for name in ("items", "model_params"):
+        if (step / name / "_METADATA").is_file() and (step / "_CHECKPOINT_METADATA").is_file():
+            return step / name
+    return None
+
+
+def _inside(path: Path, step: int | None, reason: str) -> Chosen:
+    """Find the tree in what the user named: a run, a checkpoint folder, a step, or the tree itself."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder")
+    if (path / "_METADATA").is_file():
+        found = int(path.parent.name) if path.parent.name.isdigit() else None
+        return Chosen(path, _home(path), reason, found)
+    if _item(path) is not None:
+        return Chosen(_item(path) or path, _home(path), reason, int(path.name) if path.name.isdigit() else None)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = finished_steps(folder)
+    if not steps:
+        unfinished = [entry.name for entry in folder.iterdir() if "orbax-checkpoint-tmp" in entry.name]
+        detail = [f"{name} was never finished" for name in unfinished]
+        raise CheckpointError(f"{path} has no finished checkpoint", details=detail)
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{path} has no checkpoint of step {step}", details=[f"steps: {steps}"])
+    chosen, why = _pick(folder.parent, steps) if step is None else (step, f"step {step}, as asked")
+    item = _item(folder / str(chosen))
+    if item is None:
+        raise CheckpointError(f"{folder / str(chosen)} holds no tree")
+    return Chosen(item, _home(item), f"{reason}: {why}" if len(steps) > 1 or folder != path else reason, chosen)
+
+
+def _pick(run: Path, steps: list[int]) -> tuple[int, str]:
+    from bridge.launchers import metrics
+
+    best = metrics.best_step(metrics.MetricsLog(run, writes=False).eval_losses, steps)
+    if best is None:
+        return steps[-1], f"step {steps[-1]}, the newest"
+    return best, f"step {best}, the best by eval loss"
+
+
+def _home(path: Path) -> Path:
+    """The folder above a tree that holds its `bridge.json`; the tree's own step folder when there is none."""
+    for folder in (path, *list(path.parents)[:3]):
+        if (folder / sidecar.FILE).is_file():
+            return folder
+    return path.parent

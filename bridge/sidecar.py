@@ -1,0 +1,120 @@
+"""`bridge.json`: what a checkpoint remembers about itself, and `hf/` beside it: the small files an export needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import bridge
+from bridge.errors import CheckpointError
+from bridge.model_spec import ModelSpec, read_json
+
+FILE = "bridge.json"
+HF = "hf"
+FORMAT = 1
+
+# The small files of a Hugging Face folder that travel with a checkpoint, byte for byte.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The facts of a checkpoint that its engine's files do not hold."""
+
+    engine: str
+    model: ModelSpec
+    scanned: bool
+    method: str | None = None
+    """None for a converted checkpoint, else how it was trained."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """Where it came from: path or hub id, revision, sha256 of every source file's header and of config.json."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """The source's dtype, tensor by tensor where they differ, else under `all`."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """RoPE kind, folded scale, engine settings the layout assumes."""
+    adapter: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write `bridge.json` into `folder`."""
+        values = {"format": FORMAT, "bridge": bridge.__version__, **asdict(self)}
+        (folder / FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def hf_dtype(self, name: str) -> str:
+        """The dtype that a tensor had in the source."""
+        return self.dtypes.get(name, self.dtypes.get("all", self.model.dtype))
+
+
+def read(folder: Path) -> Sidecar | None:
+    """The sidecar of a checkpoint folder; None when it has none.
+
+    Raises:
+        CheckpointError: it is damaged, or of a newer format.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {values.get('format')!r}, this bridge reads {FORMAT}", hint="update bridge"
+        )
+    try:
+        model = ModelSpec.from_json(values["model"])
+        known = {key: values[key] for key in ("engine", "scanned", "method", "source", "dtypes", "layout", "adapter")}
+        sidecar = Sidecar(model=model, versions=values.get("versions", {}), **known)
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: {error} is missing") from error
+    wrong = [
+        name
+        for name, kind in (("engine", str), ("scanned", bool), ("source", dict), ("dtypes", dict), ("layout", dict))
+        if not isinstance(getattr(sidecar, name), kind)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} of the wrong type")
+    return sidecar
+
+
+def copy_side_files(source: Path, target: Path) -> list[str]:
+    """Copy the small files that exist, byte for byte; returns their names."""
+    target.mkdir(exist_ok=True)
+    names = [name for name in SIDE_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def sha256(data: bytes) -> str:
+    """The digest of some bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def source_facts(folder: Path, files: list[Path], origin: str, revision: str | None) -> dict[str, Any]:
+    """Where a checkpoint came from: digests of config.json and of every weight file's header."""
+    headers = {}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            start = file.read(8)
+            headers[path.name] = sha256(start + file.read(int.from_bytes(start, "little")))
+    return {
+        "origin": origin,
+        "revision": revision,
+        "config": sha256((folder / "config.json").read_bytes()),
+        "headers": headers,
+    }

@@ -1,0 +1,177 @@
+"""MaxText's YAML from a spec: every dimension and the RoPE kind are stated, nothing hangs on a model's name.
+
+Source of the keys: maxtext/configs/base.yml, configs/post_train/sft.yml and configs/types.py, 0.2.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.configs.render import header, yaml_section
+from bridge.errors import SpecError, UnsupportedError
+from bridge.mesh import Mesh
+from bridge.model_spec import ModelSpec
+from bridge.run_spec import RunSpec
+
+VERSION = "0.2.5"
+
+# Keys that bridge works out itself: another value would train another model, or elsewhere, in silence.
+OWNED = {
+    "run_name": "--run NAME",
+    "base_output_directory": "workdir",
+    "load_parameters_path": "bridge convert",
+    "hf_access_token": "HF_TOKEN or `hf auth login`",
+    "rope_type": "the model's config.json",
+    "rope_use_scale": "the model's config.json",
+    "rope_max_timescale": "the model's config.json",
+    "model_name": "the model's config.json",
+    "steps": "train.steps",
+    "max_num_checkpoints_to_keep": "train.keep",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lies and what it starts from: absolute paths, and how the checkpoint is laid out."""
+
+    run_name: str
+    runs_dir: str
+    checkpoint: str
+    tokenizer: str
+    scanned: bool
+    hardware: str
+
+
+def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
+    """The YAML of a full SFT run.
+
+    Raises:
+        UnsupportedError: the method is not one of this engine's.
+        SpecError: `maxtext:` sets a key that bridge works out itself.
+    """
+    train = run.train
+    if train.method != "sft":
+        raise UnsupportedError(
+            f"{train.method} on maxtext is not supported", hint=f"bridge launch {train.method} --engine tunix"
+        )
+    taken = [f"maxtext.{key}: comes from {OWNED[key]}" for key in run.maxtext if key in OWNED]
+    if taken:
+        raise SpecError("bridge sets these itself", details=taken)
+    notes = (
+        "`bridge launch` runs it: it feeds the data and corrects MaxText's RoPE, which stock MaxText would not.",
+        f"Mesh: {mesh.devices} device(s), data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}.",
+    )
+    sections = [
+        ("the run", _run_section(run, place)),
+        ("the model, from its config.json", model_section(model, place.scanned)),
+        ("numbers", _number_section(run)),
+        ("optimizer", _optimizer_section(run)),
+        ("mesh", mesh_section(mesh)),
+        ("data, for reference: bridge's own data path reads it", _data_section(run, place)),
+    ]
+    if run.maxtext:
+        sections.append(("maxtext: of the spec", run.maxtext))
+    text = header("maxtext", VERSION, *notes) + "base_config: post_train/sft.yml\n"
+    for title, values in sections:
+        own = {key: value for key, value in values.items() if key not in run.maxtext or title.startswith("maxtext:")}
+        text += yaml_section(title, own)
+    return text
+
+
+def model_section(model: ModelSpec, scanned: bool) -> dict[str, Any]:
+    """The keys that make MaxText's Llama the model that config.json describes.
+
+    `decoder_block`, `rope_type`, `mlp_activations` and `param_scan_axis` are what the mapping table requires.
+    """
+    return {
+        "model_name": "default",
+        "decoder_block": "llama2",
+        "base_num_decoder_layers": model.layers,
+        "base_emb_dim": model.embed,
+        "base_num_query_heads": model.heads,
+        "base_num_kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "base_mlp_dim": model.mlp,
+        "mlp_activations": ["silu", "linear"],
+        "vocab_size": model.vocab,
+        "logits_via_embedding": model.tied,
+        # MaxText would divide tied logits by sqrt(embed); Llama does not.
+        "normalize_embedding_logits": False,
+        "normalization_layer_epsilon": model.norm_eps,
+        "rope_type": "llama3.1",
+        "rope_use_scale": model.rope_scaling is not None,
+        "rope_max_timescale": int(model.rope_theta),
+        "enable_dropout": False,
+        "scan_layers": scanned,
+        "param_scan_axis": 1,
+    }
+
+
+def mesh_section(mesh: Mesh) -> dict[str, Any]:
+    """Devices along MaxText's axes of one slice (`ici_*`)."""
+    return {
+        "ici_data_parallelism": mesh.data,
+        "ici_fsdp_parallelism": mesh.fsdp,
+        "ici_tensor_parallelism": mesh.tensor,
+    }
+
+
+def _run_section(run: RunSpec, place: Place) -> dict[str, Any]:
+    return {
+        "run_name": place.run_name,
+        "base_output_directory": place.runs_dir,
+        "load_parameters_path": place.checkpoint,
+        "hardware": place.hardware,
+        # bridge's shim joins the processes, with explicit addresses and timeouts.
+        "skip_jax_distributed_system": True,
+        "steps": run.train.steps,
+        "checkpoint_period": run.train.save_every,
+        "async_checkpointing": True,
+        "log_period": min(10, run.train.steps),
+        "enable_goodput_recording": False,
+        "monitor_goodput": False,
+        "log_config": False,
+    }
+
+
+def _number_section(run: RunSpec) -> dict[str, Any]:
+    weight_dtype = "float32" if run.train.weight_dtype == "auto" else run.train.weight_dtype
+    return {"dtype": run.train.dtype, "weight_dtype": weight_dtype}
+
+
+def _optimizer_section(run: RunSpec) -> dict[str, Any]:
+    train = run.train
+    schedule: dict[str, Any] = {"lr_schedule_type": "cosine"}
+    if train.schedule.kind == "constant":
+        schedule = {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.0}
+    return {
+        "opt_type": "adamw",
+        "learning_rate": train.learning_rate,
+        **schedule,
+        "warmup_steps_fraction": train.schedule.warmup,
+        "learning_rate_final_fraction": train.schedule.final,
+        "adam_weight_decay": train.weight_decay,
+        "gradient_clipping_threshold": 1.0,
+        "gradient_accumulation_steps": train.gradient_accumulation,
+        "per_device_batch_size": train.batch_per_device,
+        "max_target_length": train.sequence_length,
+        "data_shuffle_seed": train.seed,
+        "init_weights_seed": train.seed,
+    }
+
+
+def _data_section(run: RunSpec, place: Place) -> dict[str, Any]:
+    train = run.data.train
+    evaluate = run.train.eval_every if run.data.eval and run.train.eval_every else -1
+    return {
+        "dataset_type": "hf",
+        "hf_path": "json",
+        "hf_train_files": train if isinstance(train, str) else ",".join(train or []),
+        "tokenizer_type": "huggingface",
+        "tokenizer_path": place.tokenizer,
+        "packing": run.data.packing,
+        "sft_train_on_completion_only": run.data.loss_on == "completion",
+        "eval_interval": evaluate,
+        "grain_worker_count": 0,
+    }
