@@ -41,6 +41,7 @@ class Place:
     tokenizer: str
     scanned: bool
     hardware: str
+    train_files: tuple[str, ...] = ()
 
 
 def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
@@ -162,12 +163,11 @@ def _optimizer_section(run: RunSpec) -> dict[str, Any]:
 
 
 def _data_section(run: RunSpec, place: Place) -> dict[str, Any]:
-    train = run.data.train
     evaluate = run.train.eval_every if run.data.eval and run.train.eval_every else -1
     return {
         "dataset_type": "hf",
         "hf_path": "json",
-        "hf_train_files": train if isinstance(train, str) else ",".join(train or []),
+        "hf_train_files": ",".join(place.train_files),
         "tokenizer_type": "huggingface",
         "tokenizer_path": place.tokenizer,
         "packing": run.data.packing,

@@ -16,6 +16,9 @@ from bridge.converters.layout import Block
 
 Array = NDArray[Any]
 
+XLA_FROM_BYTES = 512 << 10
+"""Below this, compiling a permutation costs more than XLA saves."""
+
 
 @functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -30,6 +33,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def bits_dtype(name: str) -> np.dtype[Any]:
     """The unsigned integer of the same width."""
     return np.dtype(f"u{numpy_dtype(name).itemsize}")
+
+
+def _permute(bits: Array, shape: tuple[int, ...], order: tuple[int, ...], out: tuple[int, ...], narrow: bool) -> Array:
+    """Reshape, transpose, reshape; with `narrow`, float32 bits become bfloat16 bits on the way."""
+    if bits.nbytes < XLA_FROM_BYTES:
+        if narrow:
+            bits = _round_to_bfloat16(bits, np)
+        return np.ascontiguousarray(np.transpose(bits.reshape(shape), order)).reshape(out)
+    return np.asarray(_xla_permute(shape, order, out, narrow)(bits))
 
 
 @functools.cache
@@ -66,7 +78,7 @@ def import_block(bits: Array, block: Block, source: str, target: str, scale: flo
         An array of `block.engine_shape` and the unsigned integer of `target`.
     """
     narrow = source == "float32" and target == "bfloat16" and scale == 1.0
-    moved = np.asarray(_xla_permute(block.hf_split, block.order, block.engine_shape, narrow)(bits))
+    moved = _permute(bits, block.hf_split, block.order, block.engine_shape, narrow)
     if narrow or (source == target and scale == 1.0):
         return moved
     values = to_float32(moved, source)
@@ -87,7 +99,7 @@ def export_block(bits: Array, block: Block, source: str, target: str, scale: flo
     """
     narrow = source == "float32" and target == "bfloat16" and scale == 1.0
     flat = (int(np.prod(block.hf_split)),)
-    moved = np.asarray(_xla_permute(block.engine_split, block.inverse_order, flat, narrow)(bits))
+    moved = _permute(bits, block.engine_split, block.inverse_order, flat, narrow)
     if narrow or (source == target and scale == 1.0):
         return moved
     if scale != 1.0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +47,7 @@ class TreeSink:
     def __init__(self, step: Path, item: str, compression: Compression = "none") -> None:
         self.step, self.folder = step, step / item
         self.folder.mkdir(parents=True)
-        self._entries: dict[Path_, tuple[int, ...] | None] = {}
+        self._paths: list[Path_] = []
         self._compression = compression
         self._context = context()
 
@@ -79,23 +80,22 @@ class TreeSink:
             },
             "store_data_equal_to_fill_value": True,
         }
-        self._entries[path] = shape
+        self._paths.append(path)
         return ts.open(spec, create=True, open=False, context=self._context).result()
 
-    def empty(self, path: Path_) -> None:
-        """An empty dict in the tree."""
-        self._entries[path] = None
+    def scalars(self, paths: Sequence[Path_]) -> None:
+        """Scalars that are no weights (`step`), as int64 zeros."""
+        for path in paths:
+            self.create(path, (), "int64", (), ()).write(0).result()
 
     def finish(self, custom: dict[str, Any]) -> None:
         """Write the metadata of the tree and of the step."""
         tree = {
             str(path): {
                 "key_metadata": [{"key": key, "key_type": 2} for key in path],
-                "value_metadata": {"value_type": "Dict", "skip_deserialize": True}
-                if shape is None
-                else {"value_type": "np.ndarray", "skip_deserialize": False},
+                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
             }
-            for path, shape in self._entries.items()
+            for path in self._paths
         }
         options = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
         (self.folder / TREE).write_text(json.dumps({"tree_metadata": tree, **options, "custom_metadata": None}))
@@ -126,10 +126,15 @@ class Leaf:
 class TreeSource:
     """The tree of one checkpoint item written by bridge, by Orbax, or by an engine."""
 
-    def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, cache_bytes: int = 0, only: frozenset[Path_] | None = None) -> None:
         self.folder = folder
         self._context = context(cache_bytes)
-        self.leaves = read_tree(folder, self._context)
+        self.leaves = _open_leaves(folder, self._context, only)
+
+    @property
+    def headers(self) -> dict[Path_, Tensor]:
+        """Shape and dtype of every array."""
+        return {path: leaf.tensor for path, leaf in self.leaves.items()}
 
     def open(self, path: Path_) -> Any:
         """The array, open for reading.
@@ -140,40 +145,52 @@ class TreeSource:
         return _open(self.leaves[path].spec, self._context, self.folder, path)
 
 
-def read_tree(folder: Path, ts_context: Any) -> dict[Path_, Leaf]:
-    """Shape, dtype and chunk of every array; values are not read. Empty nodes are left out.
+def tree_paths(folder: Path) -> list[Path_]:
+    """The paths of every array in a tree, by its metadata alone. Empty nodes are left out.
 
     Raises:
-        CheckpointError: no metadata, an unfinished write, or an array that its metadata names but the store lacks.
+        CheckpointError: no metadata, damaged metadata, or a write that was never finished.
     """
-    if UNFINISHED in str(folder) or any(UNFINISHED in path.name for path in folder.parent.glob("*")):
+    return [path for path, _ in _entries(folder)]
+
+
+def _entries(folder: Path) -> list[tuple[Path_, dict[str, Any]]]:
+    if any(UNFINISHED in part for part in folder.parts):
         raise CheckpointError(f"{folder} was never finished: the run or the conversion that wrote it was stopped")
     metadata = read_json(folder / TREE)
     entries = metadata.get("tree_metadata")
     if not isinstance(entries, dict):
         raise CheckpointError(f"{folder / TREE} has no tree_metadata")
-    leaves: dict[Path_, Leaf] = {}
-    missing = []
+    found = []
     for name, entry in entries.items():
         try:
             path = tuple(str(part["key"]) for part in entry["key_metadata"])
             kind = entry["value_metadata"]["value_type"]
         except (TypeError, KeyError) as error:
             raise CheckpointError(f"{folder / TREE}: the entry {name} is damaged") from error
-        if kind in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState"):
+        if kind not in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState") and path:
+            found.append((path, metadata))
+    if not found:
+        raise CheckpointError(f"{folder} holds no arrays")
+    return found
+
+
+def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -> dict[Path_, Leaf]:
+    leaves: dict[Path_, Leaf] = {}
+    missing = []
+    for path, metadata in _entries(folder):
+        if only is not None and path not in only:
             continue
         spec = _leaf_spec(folder, ".".join(path), metadata)
         try:
             array = _open(spec, ts_context, folder, path)
         except CheckpointError as error:
-            missing.append(f"{'.'.join(path)}: {str(error).splitlines()[0]}")
+            missing.append(error.message)
             continue
-        chunk = tuple(array.chunk_layout.write_chunk.shape)
+        chunk = tuple(array.chunk_layout.write_chunk.shape or ())
         leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
     if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} of {len(entries)} arrays cannot be opened", details=missing)
-    if not leaves:
-        raise CheckpointError(f"{folder} holds no arrays")
+        raise CheckpointError(f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing)
     return leaves
 
 

@@ -7,19 +7,21 @@ while at most `workers` slabs are held.
 from __future__ import annotations
 
 import concurrent.futures
-import math
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bridge.converters import bits
+from bridge.converters.bits import Array
 from bridge.converters.hf_store import HfSink, HfSource
-from bridge.converters.layout import Axes, axes_of, scale_of
-from bridge.converters.orbax_store import TreeSink, TreeSource
-from bridge.converters.plan import ITEM_BYTES, Move, Tensor
+from bridge.converters.layout import Block, axes_of, scale_of
+from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
+from bridge.converters.plan import ITEM_BYTES, Move
 from bridge.converters.slabs import Cutting, along_chunks, chunk_shape, cut, read_chunk_shape, region, unit_elements
+from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
 WORKERS = 3
@@ -63,6 +65,71 @@ def engine_dtype(move: Move, sources: Iterable[str], choice: str) -> str:
     return kinds.pop()
 
 
+@dataclass(frozen=True)
+class Slab:
+    """One slab of one array, with all that is needed to compute it from either side."""
+
+    move: Move
+    model: ModelSpec
+    cutting: Cutting
+    layers: range
+    units: range
+    engine_dtype: str
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Its place in the engine's array."""
+        return region(self.move, self.layers, self.units)
+
+    def pieces(self) -> Iterator[tuple[str, range, Block, tuple[slice | int, ...]]]:
+        """(Hugging Face tensor, units, permutation, place in the slab) of every cache-sized block."""
+        axes = axes_of(self.model)
+        for index, layer in enumerate(self.layers):
+            for block in self.cutting.blocks(self.units):
+                place = _inside(self.move, index, block, self.units)
+                yield self.move.hf[layer], block, self.move.rule.block(axes, len(block)), place
+
+    def from_hf(self, source: HfSource, progress: Progress = no_progress, finite: bool = False) -> Array:
+        """The slab as the engine stores it, bits, computed from the Hugging Face side."""
+        shape = [len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)]
+        slab = np.empty(shape, dtype=bits.bits_dtype(self.engine_dtype))
+        unit = unit_elements(self.move, axes_of(self.model))
+        scale = scale_of(self.move.rule, self.model)
+        for name, units, block, place in self.pieces():
+            kind = source.headers[name].dtype
+            raw = source.read(name, units.start * unit, len(units) * unit)
+            if finite and not np.isfinite(bits.to_float32(raw, kind)).all():
+                raise CheckpointError(f"{name} has NaN or Inf in it")
+            slab[place] = bits.import_block(raw, block, kind, self.engine_dtype, scale)
+            progress(raw.nbytes)
+        return slab
+
+    def to_hf(self, slab: Array, kinds: Mapping[str, str]) -> Iterator[tuple[str, int, Array]]:
+        """(tensor, first element, bits) of every block, computed from the engine's side; `kinds` are target dtypes."""
+        unit = unit_elements(self.move, axes_of(self.model))
+        scale = scale_of(self.move.rule, self.model)
+        slab = np.asarray(slab).view(bits.bits_dtype(self.engine_dtype))
+        for name, units, block, place in self.pieces():
+            piece = np.ascontiguousarray(slab[place])
+            yield name, units.start * unit, bits.export_block(piece, block, self.engine_dtype, kinds[name], scale)
+
+
+def slabs_of(move: Move, model: ModelSpec, engine_dtype: str, cutting: Cutting) -> Iterator[Slab]:
+    """Every slab of an array."""
+    for layers, units in cutting.slabs():
+        yield Slab(move, model, cutting, layers, units, engine_dtype)
+
+
+def stored_slabs(move: Move, model: ModelSpec, leaf: Leaf, kinds: Iterable[str], budget: Budget) -> Iterator[Slab]:
+    """Every slab of a stored array, widened to whole chunks of it."""
+    width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[kind] for kind in kinds))
+    cutting = cut(move, axes_of(model), width, budget.slab_bytes)
+    layer_dim = move.rule.engine_layer_dim
+    layer_chunk = leaf.chunk[layer_dim] if layer_dim is not None else 1
+    cutting = along_chunks(cutting, max(1, layer_chunk), max(1, leaf.chunk[move.rule.engine_cut_dim]))
+    return slabs_of(move, model, leaf.tensor.dtype, cutting)
+
+
 def import_checkpoint(
     plan: tuple[Move, ...],
     model: ModelSpec,
@@ -82,49 +149,21 @@ def import_checkpoint(
         budget: bounds the memory.
         progress: called with source bytes.
     """
-    axes = axes_of(model)
+
+    def write(array: Any, slab: Slab) -> None:
+        values = slab.from_hf(source, progress).view(bits.numpy_dtype(slab.engine_dtype))
+        array[slab.region].write(values, can_reference_source_data_indefinitely=True).result()
+
     jobs: list[Callable[[], None]] = []
     for move in plan:
         kinds = [source.headers[name].dtype for name in move.hf]
         target = engine_dtype(move, kinds, dtype)
         width = max(ITEM_BYTES[target], *(ITEM_BYTES[kind] for kind in kinds))
-        cutting = cut(move, axes, width, budget.slab_bytes)
+        cutting = cut(move, axes_of(model), width, budget.slab_bytes)
         chunk = chunk_shape(move, cutting)
         array = sink.create(move.engine, move.engine_shape, target, chunk, read_chunk_shape(move, chunk))
-        for layers, units in cutting.slabs():
-            jobs.append(_Import(move, model, axes, source, array, target, cutting, layers, units, progress))
-    _run(jobs, budget.workers)
-
-
-@dataclass(frozen=True)
-class _Import:
-    move: Move
-    model: ModelSpec
-    axes: Axes
-    source: HfSource
-    array: Any
-    target: str
-    cutting: Cutting
-    layers: range
-    units: range
-    progress: Progress
-
-    def __call__(self) -> None:
-        move, rule = self.move, self.move.rule
-        part = region(move, self.layers, self.units)
-        shape = [len(range(*s.indices(n))) for s, n in zip(part, move.engine_shape, strict=True)]
-        slab = np.empty(shape, dtype=bits.bits_dtype(self.target))
-        unit = unit_elements(move, self.axes)
-        scale = scale_of(rule, self.model)
-        for index, layer in enumerate(self.layers):
-            name = move.hf[layer]
-            kind = self.source.headers[name].dtype
-            for block in self.cutting.blocks(self.units):
-                raw = self.source.read(name, block.start * unit, len(block) * unit)
-                moved = bits.import_block(raw, rule.block(self.axes, len(block)), kind, self.target, scale)
-                slab[_inside(move, index, block, self.units)] = moved
-                self.progress(raw.nbytes)
-        self.array[part].write(slab.view(bits.numpy_dtype(self.target)), can_reference_source_data_indefinitely=True).result()
+        jobs += [functools.partial(write, array, slab) for slab in slabs_of(move, model, target, cutting)]
+    run_bounded(jobs, budget.workers)
 
 
 def export_checkpoint(
@@ -134,7 +173,6 @@ def export_checkpoint(
     sink: HfSink,
     budget: Budget = Budget(),  # noqa: B008 - frozen
     progress: Progress = no_progress,
-    paths: Mapping[tuple[str, ...], tuple[str, ...]] | None = None,
 ) -> None:
     """Write every Hugging Face tensor of a plan from an engine's checkpoint; each value is rounded at most once.
 
@@ -144,51 +182,20 @@ def export_checkpoint(
         source, sink: open.
         budget: bounds the memory; a stored chunk larger than a slab is decoded whole.
         progress: called with target bytes.
-        paths: where each of the plan's arrays lies in the source's tree, if not under its own path.
     """
-    axes = axes_of(model)
+    kinds = {name: stored.tensor.dtype for name, stored in sink.stored.items()}
+
+    def write(array: Any, slab: Slab) -> None:
+        for name, start, moved in slab.to_hf(array[slab.region].read().result(), kinds):
+            sink.write(name, start, moved)
+            progress(moved.nbytes)
+
     jobs: list[Callable[[], None]] = []
     for move in plan:
-        path = paths[move.engine] if paths else move.engine
-        leaf = source.leaves[path]
-        width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[sink.stored[name].tensor.dtype] for name in move.hf))
-        cutting = cut(move, axes, width, budget.slab_bytes)
-        layer_dim = move.rule.engine_layer_dim
-        layer_chunk = leaf.chunk[layer_dim] if layer_dim is not None else 1
-        cutting = along_chunks(cutting, max(1, layer_chunk), max(1, leaf.chunk[move.rule.engine_cut_dim]))
-        array = source.open(path)
-        for layers, units in cutting.slabs():
-            jobs.append(_Export(move, model, axes, array, sink, leaf.tensor.dtype, cutting, layers, units, progress))
-    _run(jobs, budget.workers)
-
-
-@dataclass(frozen=True)
-class _Export:
-    move: Move
-    model: ModelSpec
-    axes: Axes
-    array: Any
-    sink: HfSink
-    dtype: str
-    cutting: Cutting
-    layers: range
-    units: range
-    progress: Progress
-
-    def __call__(self) -> None:
-        move, rule = self.move, self.move.rule
-        slab = self.array[region(move, self.layers, self.units)].read().result()
-        slab = np.asarray(slab).view(bits.bits_dtype(self.dtype))
-        unit = unit_elements(move, self.axes)
-        scale = scale_of(rule, self.model)
-        for index, layer in enumerate(self.layers):
-            name = move.hf[layer]
-            kind = self.sink.stored[name].tensor.dtype
-            for block in self.cutting.blocks(self.units):
-                piece = np.ascontiguousarray(slab[_inside(move, index, block, self.units)])
-                moved = bits.export_block(piece, rule.block(self.axes, len(block)), self.dtype, kind, scale)
-                self.sink.write(name, block.start * unit, moved)
-                self.progress(moved.nbytes)
+        array = source.open(move.engine)
+        slabs = stored_slabs(move, model, source.leaves[move.engine], [kinds[name] for name in move.hf], budget)
+        jobs += [functools.partial(write, array, slab) for slab in slabs]
+    run_bounded(jobs, budget.workers)
 
 
 def _inside(move: Move, layer: int, block: range, units: range) -> tuple[slice | int, ...]:
@@ -200,12 +207,7 @@ def _inside(move: Move, layer: int, block: range, units: range) -> tuple[slice |
     return tuple(part)
 
 
-def hf_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of all values."""
-    return sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in tensors.values())
-
-
-def _run(jobs: list[Callable[[], None]], workers: int) -> None:
+def run_bounded(jobs: list[Callable[[], None]], workers: int) -> None:
     """Run jobs on a bounded pool; the first failure stops what has not begun and is raised."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(job) for job in jobs]

@@ -8,7 +8,7 @@ and end-of-turn are one id (SmolLM2), and a special token that a user typed is n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import SpecError
 from bridge.launchers.messages import ASSISTANT, Message, clean_messages
-from bridge.launchers.tokenizer import Encoded, LossOn, all_but_first, require_template
+from bridge.launchers.tokenizer import Encoded, LossOn, all_but_first, decode, require_template
 from bridge.launchers.turns import assistant_turns, common_prefix
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
@@ -119,7 +119,7 @@ class ChatTemplate:
         for end in range(stop, start, -1):
             if int(ids[end - 1]) in self._added:
                 return end
-            if self._decode(ids[end - 1 : stop]).strip():
+            if decode(self.tokenizer, ids[end - 1 : stop]).strip():
                 return stop
         return stop
 
@@ -152,11 +152,7 @@ class ChatTemplate:
 
     def _common_closing(self, first: str, second: str) -> int:
         tokens, others = self.tokenizer([first, second], add_special_tokens=False, verbose=False)["input_ids"]
-        return common_prefix(first, self._decode(tokens[: common_prefix(tokens, others)]))
-
-    def _decode(self, ids: Iterable[int]) -> str:
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return common_prefix(first, decode(self.tokenizer, tokens[: common_prefix(tokens, others)]))
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         from jinja2 import TemplateError

@@ -41,7 +41,13 @@ def _clean(number: int, message: object) -> dict[str, Any]:
 
 def is_text(value: object) -> bool:
     """A string that a tokenizer takes: JSON can hold half a surrogate pair, UTF-8 cannot."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def short(value: object) -> str:

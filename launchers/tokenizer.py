@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,12 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str, loss_on: Los
     if loss_on == "completion":
         loss[: len(head)] = False
     return Encoded(np.asarray(whole, np.int32), loss)
+
+
+def decode(tokenizer: Any, ids: Iterable[int]) -> str:
+    """The text of ids, special tokens and blanks kept as they are."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 def all_but_first(length: int) -> NDArray[np.bool_]:

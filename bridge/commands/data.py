@@ -1,0 +1,136 @@
+"""`bridge data`: what the model will see, token for token, and what became of the examples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bridge.commands.workspace import Workspace
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from bridge.launchers.data import Encoded, Pairs, Rows
+
+EXAMPLES = """\b
+Examples:
+  bridge data
+  bridge data --spec bridge.yaml --show 1 --json
+"""
+REPORT_EVERY = 10_000
+
+
+@click.command("data", epilog=EXAMPLES)
+@click.option("--spec", type=click.Path(path_type=Path), help="The spec.  [default: bridge.yaml]")
+@click.option("--show", type=click.IntRange(min=0), default=2, show_default=True, help="Examples to show of each set.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def data(spec: Path | None, show: int, as_json: bool) -> None:
+    """Show text, ids and loss mask of the examples, and count those cut and dropped.
+
+    What is learnt stands in ⟦ ⟧, and in green on a terminal. The ids are those of the tokenizer's own chat template.
+    """
+    from bridge.launchers.data import load_tokenizer, prepare
+
+    workspace = Workspace.open(spec)
+    tokenizer = load_tokenizer(workspace.tokenizer_folder())
+    report: dict[str, Any] = {}
+    for split in ("train", "eval") if workspace.run.data.eval else ("train",):
+        prepared = prepare(workspace.run, workspace.base, tokenizer, split, 1, partial(_progress, split))
+        summary = _summary(prepared)
+        shown = list(_examples(prepared, show))
+        if as_json:
+            report[split] = {**summary, "examples": [_as_json(parts, tokenizer) for parts in shown]}
+        else:
+            _print(split, summary, shown, tokenizer)
+    if as_json:
+        click.echo(json.dumps(report, ensure_ascii=False))
+
+
+def _progress(split: str, read: int) -> None:
+    if read % REPORT_EVERY == 0:
+        click.echo(f"{split}: {read} examples read", err=True)
+
+
+def _summary(prepared: Rows | Pairs) -> dict[str, Any]:
+    from bridge.launchers.data import Rows
+
+    if isinstance(prepared, Rows):
+        parts = [prepared.examples]
+    else:
+        parts = [prepared.prompts, prepared.chosen, prepared.rejected]
+    return {
+        "counts": asdict(prepared.counts),
+        "tokens": sum(len(part.ids) for part in parts),
+        "trained_tokens": sum(int(part.loss.sum()) for part in parts),
+        "rows": prepared.rows_per_epoch,
+        "sequence_length": prepared.sequence_length,
+    }
+
+
+def _examples(prepared: Rows | Pairs, show: int) -> Iterator[dict[str, Encoded]]:
+    from bridge.launchers.data import Rows
+
+    for index in range(min(show, prepared.counts.kept)):
+        if isinstance(prepared, Rows):
+            yield {"example": prepared.examples[index]}
+        else:
+            yield {
+                "prompt": prepared.prompts[index],
+                "chosen": prepared.chosen[index],
+                "rejected": prepared.rejected[index],
+            }
+
+
+def _as_json(parts: dict[str, Encoded], tokenizer: Any) -> dict[str, Any]:
+    from bridge.launchers.tokenizer import decode
+
+    shown = {
+        name: {"text": decode(tokenizer, part.ids), "ids": part.ids.tolist(), "mask": part.loss.astype(int).tolist()}
+        for name, part in parts.items()
+    }
+    return shown.get("example", shown)
+
+
+def _print(split: str, summary: dict[str, Any], shown: list[dict[str, Encoded]], tokenizer: Any) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    for number, parts in enumerate(shown, 1):
+        for name, part in parts.items():
+            title = f"{split} {number}" if name == "example" else f"{split} {number} {name}"
+            console.print(Text(f"── {title}: {len(part.ids)} tokens, {int(part.loss.sum())} learnt", style="bold"))
+            console.print(_marked(part, tokenizer))
+            console.print(Text("ids  " + " ".join(map(str, part.ids.tolist())), style="dim"))
+            console.print(Text("mask " + " ".join(map(str, part.loss.astype(int).tolist())), style="dim"))
+    counts = summary["counts"]
+    console.print(
+        Text(
+            f"{split}: {counts['kept']} of {counts['read']} examples kept ({counts['cut']} cut at a turn), dropped: "
+            f"{counts['dropped_long']} too long, {counts['dropped_empty']} with nothing to learn\n"
+            f"{split}: {summary['tokens']} tokens, {summary['trained_tokens']} learnt, "
+            f"{summary['rows']} rows of {summary['sequence_length']}"
+        )
+    )
+
+
+def _marked(part: Encoded, tokenizer: Any) -> Text:
+    """The text with what is learnt in brackets and colour; runs of tokens are decoded whole, letters span tokens."""
+    import numpy as np
+    from rich.text import Text
+
+    from bridge.launchers.tokenizer import decode
+
+    text = Text()
+    edges = [0, *(np.flatnonzero(np.diff(part.loss.astype(np.int8))) + 1).tolist(), len(part.ids)]
+    for start, stop in pairwise(edges):
+        run = decode(tokenizer, part.ids[start:stop])
+        text.append(f"⟦{run}⟧" if part.loss[start] else run, style="green" if part.loss[start] else "dim")
+    return text

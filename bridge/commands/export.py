@@ -1,0 +1,133 @@
+"""`bridge export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bridge import sidecar
+from bridge.commands import checkpoint as checkpoints
+from bridge.commands import common
+from bridge.errors import BridgeError, CheckpointError, UnsupportedError
+from bridge.model_spec import read_json
+
+if TYPE_CHECKING:
+    from bridge.commands.checkpoint import Checkpoint
+    from bridge.converters.plan import Tensor
+
+
+@click.command(epilog=common.examples("bridge export --to hf", "bridge export --to hf runs/maxtext-sft --step 50 --out final"))
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(["hf"]), default="hf", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Default: export/<form> in the workdir.")
+@click.option("--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder, for a checkpoint without bridge.json.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["source", "bfloat16", "float16", "float32"]),
+    default="source",
+    show_default=True,
+    help="`source`: as the model had it before. Every value is rounded once.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--memory", default="1GiB", show_default=True, help="Resident memory to stay below.")
+@click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
+@common.spec_option
+@common.overwrite_option
+@common.dry_run_option
+def command(
+    checkpoint: Path | None,
+    form: str,
+    out: Path | None,
+    base: Path | None,
+    dtype: str,
+    max_shard_size: str,
+    memory: str,
+    step: int | None,
+    spec: Path | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> None:
+    """Turn a checkpoint back into a complete Hugging Face folder.
+
+    CHECKPOINT is a run, a step or a checkpoint folder; default: the newest run of the spec.
+    """
+    common.on_cpu()
+    workspace = common.maybe_workspace(spec)
+    found = checkpoints.find(workspace, checkpoint, base, step)
+    common.say(f"exporting {found.chosen.item} ({found.chosen.reason})")
+    if out is None and workspace is None:
+        raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
+    final = out if out is not None else workspace.export(form)  # type: ignore[union-attr]
+    if found.tree.adapters:
+        raise UnsupportedError(f"{found.chosen.item} holds adapters, not full weights")
+    shard_bytes, budget = common.parse_size(max_shard_size), common.parse_size(memory)
+    tensors = target_tensors(found, dtype)
+    if dry_run:
+        show(found, tensors, final)
+        return
+    write(found, tensors, final, shard_bytes, budget, overwrite)
+
+
+def target_tensors(found: Checkpoint, dtype: str) -> dict[str, Tensor]:
+    """The tensors of the export, in the order of the layers."""
+    from bridge.converters.plan import Tensor
+
+    def kind(name: str) -> str:
+        if dtype != "source":
+            return dtype
+        return found.facts.hf_dtype(name) if found.facts else found.model.dtype
+
+    tensors = {name: Tensor(move.hf_shape, kind(name)) for move in found.plan for name in move.hf}
+    return dict(sorted(tensors.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")]
+                       if item[0].startswith("model.layers.") else [item[0]]))
+
+
+def show(found: Checkpoint, tensors: dict[str, Tensor], final: Path) -> None:
+    """The plan, for `--dry-run`."""
+    found.open()
+    for name, tensor in tensors.items():
+        click.echo(f"{name}  {tensor.dtype}{list(tensor.shape)}")
+    total = sum(tensor.bytes for tensor in tensors.values())
+    click.echo(f"{len(tensors)} tensors, {common.gigabytes(total)} into {final.absolute()}")
+
+
+def write(
+    found: Checkpoint, tensors: dict[str, Tensor], final: Path, shard_bytes: int, memory: int, overwrite: bool
+) -> None:
+    """Write weights, config.json and the small files; all or nothing."""
+    from bridge.converters.hf_store import HfSink
+    from bridge.converters.transfer import Budget, export_checkpoint
+    from bridge.outputs import new_folder
+
+    source = found.open()
+    if not (found.hf / "config.json").is_file():
+        raise CheckpointError(f"{found.hf} has no config.json", hint="--base DIR names the Hugging Face folder")
+    total = sum(tensor.bytes for tensor in tensors.values())
+    with new_folder(final, overwrite=overwrite, needs_bytes=total) as folder:
+        with HfSink(folder, tensors, shard_bytes) as sink, common.progress("export to hf", total) as progress:
+            export_checkpoint(found.plan, found.model, source, sink, Budget(memory), progress)
+        names = sidecar.copy_side_files(found.hf, folder)
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        config = hf_config(read_json(found.hf / "config.json"), found, dtypes.pop() if len(dtypes) == 1 else found.model.dtype)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if found.tree.left_out:
+        common.say(f"left out, no weights: {', '.join(_roots(found.tree.left_out))}")
+    common.say(f"{len(tensors)} tensors and {', '.join(names)} in {final.absolute()}")
+
+
+def hf_config(config: dict[str, Any], found: Checkpoint, dtype: str) -> dict[str, Any]:
+    """The source's config.json with RoPE and dtype in both spellings, so that transformers 4 and 5 read the same.
+
+    transformers 4 knows `rope_scaling` and `torch_dtype` only, and falls back to theta 10000 in silence.
+    """
+    config = {key: value for key, value in config.items() if key != "_name_or_path"}
+    architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    rope = found.model.rope_config()
+    return {**config, "architectures": architectures, **rope, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _roots(names: tuple[str, ...]) -> list[str]:
+    return sorted({name.split(".rngs")[0] + ".rngs" if ".rngs" in name else name.split(".")[0] for name in names})

@@ -1,0 +1,149 @@
+"""A run made ready: what `config` prints and `launch` starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge import mesh, rope, sidecar
+from bridge.commands.workspace import Workspace
+from bridge.errors import CheckpointError, LaunchError, SpecError
+from bridge.model_spec import ModelSpec
+from bridge.run_spec import RunSpec
+
+PROGRAMS = {"maxtext": "config.yml", "tunix": "train.py"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, resolved: the model's facts, where all lies, and the generated text."""
+
+    workspace: Workspace
+    run: RunSpec
+    run_dir: Path
+    engine: str
+    model: ModelSpec
+    converted: Path
+    facts: sidecar.Sidecar | None
+    hardware: str
+    text: str
+    frequencies: tuple[float, ...]
+
+    @property
+    def program(self) -> str:
+        """The file name of the generated text in the run's folder."""
+        return PROGRAMS[self.engine]
+
+
+def prepare(workspace: Workspace, engine: str, method: str | None, name: str | None) -> Prepared:
+    """Resolve a run from the spec; nothing is written.
+
+    Raises:
+        SpecError, UnsupportedError: the spec does not fit the engine or the devices.
+    """
+    run = workspace.run
+    if method is not None and method != run.train.method:
+        run = run.model_copy(update={"train": run.train.model_copy(update={"method": method})})
+    run_dir = workspace.run_dir(name or f"{engine}-{run.train.method}")
+    converted = workspace.converted(engine)
+    facts = sidecar.read(converted)
+    model = facts.model if facts else ModelSpec.from_folder(workspace.model_folder(download=False))
+    if run.train.sequence_length > model.context:
+        raise SpecError(f"train.sequence_length {run.train.sequence_length} exceeds the model's {model.context} positions")
+    hardware = hardware_of(run)
+    frequencies = rope.inverse_frequencies(model)
+    shape = mesh.resolve(run.mesh, device_count(run, hardware))
+    mesh.check(shape, model)
+    tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(converted / sidecar.HF)
+    text = render(engine, run, model, shape, hardware, frequencies, run_dir, converted, tokenizer, facts, workspace)
+    return Prepared(workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies)
+
+
+def render(
+    engine: str,
+    run: RunSpec,
+    model: ModelSpec,
+    shape: mesh.Mesh,
+    hardware: str,
+    frequencies: tuple[float, ...],
+    run_dir: Path,
+    converted: Path,
+    tokenizer: str,
+    facts: sidecar.Sidecar | None,
+    workspace: Workspace,
+) -> str:
+    """The engine's config or program."""
+    if engine == "maxtext":
+        from bridge.configs import maxtext
+
+        place = maxtext.Place(
+            run_name=run_dir.name,
+            runs_dir=str(run_dir.parent),
+            checkpoint=str(converted / "0" / "items"),
+            tokenizer=tokenizer,
+            scanned=facts.scanned if facts else True,
+            hardware=hardware,
+            train_files=workspace.data_files(run.data.train),
+        )
+        return maxtext.render(run, model, shape, place)
+    from bridge.configs import tunix
+
+    checkpoint = str(converted / "0" / "model_params")
+    return tunix.render(run, model, frequencies, checkpoint, str(run_dir), tokenizer)
+
+
+def hardware_of(run: RunSpec) -> str:
+    """cpu, gpu or tpu: the spec's, else what this host has."""
+    if run.cluster.hardware != "auto":
+        return run.cluster.hardware
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "cpu"
+    if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
+        return "gpu"
+    if Path("/dev/accel0").exists() or any(Path("/dev/vfio").glob("[0-9]*")):
+        return "tpu"
+    return "cpu"
+
+
+def device_count(run: RunSpec, hardware: str) -> int:
+    """Devices of all processes, without starting JAX: simulated ones on the CPU, GPUs by the driver.
+
+    Raises:
+        LaunchError: they cannot be counted.
+    """
+    flags = [*run.cluster.xla_flags, *os.environ.get("XLA_FLAGS", "").split()]
+    if hardware == "cpu":
+        simulated = [flag.partition("=")[2] for flag in flags if flag.startswith("--xla_force_host_platform_device_count=")]
+        local = int(simulated[0]) if simulated else 1
+        return local * run.cluster.processes * run.cluster.nodes
+    if hardware == "gpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return len([part for part in visible.split(",") if part.strip()]) * run.cluster.nodes
+        found = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        if found:
+            return found * run.cluster.nodes
+    raise LaunchError(
+        f"the {hardware} devices cannot be counted on this host", hint="give the mesh in the spec: mesh: {data: 1, fsdp: 8, tensor: 1}"
+    )
+
+
+def require_converted(prepared: Prepared) -> sidecar.Sidecar:
+    """The converted checkpoint's facts, compared with the spec's model where that is at hand.
+
+    Raises:
+        CheckpointError: there is no converted checkpoint, or it was made from another config.json.
+    """
+    if prepared.facts is None:
+        raise CheckpointError(
+            f"{prepared.converted} does not exist, or has no {sidecar.FILE}", hint=f"bridge convert --to {prepared.engine}"
+        )
+    local = prepared.workspace.path(prepared.run.model.source)
+    if local.is_dir() and prepared.facts.source.get("config") != sidecar.sha256((local / "config.json").read_bytes()):
+        raise CheckpointError(
+            f"{prepared.converted} was converted from another config.json than {local}'s",
+            hint=f"bridge convert --to {prepared.engine} --overwrite",
+        )
+    return prepared.facts
