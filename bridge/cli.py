@@ -55,9 +55,9 @@ class Verbs(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             close = difflib.get_close_matches(args[0], VERBS, n=1)
-            if close:
-                error.message += f" Did you mean {close[0]!r}?"
-            raise
+            if not close:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of verbs, without importing any."""
@@ -66,7 +66,9 @@ class Verbs(click.Group):
             formatter.write_dl(list(VERBS.items()))
 
 
-@click.group(cls=Verbs, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Verbs, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(bridge.__version__, prog_name="bridge")
 def cli() -> None:
     """Fine-tune Llama on JAX: Hugging Face in, MaxText or Tunix, Hugging Face out, proven.

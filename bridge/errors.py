@@ -1,14 +1,14 @@
 """The errors of `bridge`.
 
-    BridgeError                 text + details + at most one hint; exit 1
-      SpecError                 the spec or a config is wrong          (all problems at once, each with its path)
-      UnsupportedError          understood, but this engine cannot express it
-      CheckpointError           names, shapes, dtypes, truncated files (all problems, first few shown, count given)
-      AccessError               hub: no token, gated, not found
-      LaunchError               mesh, hosts, scheduler, engine died (with the engine's last lines)
-      OutputError               an output folder is in the way, unwritable, or the disk is full
-      MissingDependency         which extra to install
-    TableError                  a table contradicts itself: our bug, keeps its traceback
+BridgeError                 text + details + at most one hint; exit 1
+  SpecError                 the spec or a config is wrong          (all problems at once, each with its path)
+  UnsupportedError          understood, but this engine cannot express it
+  CheckpointError           names, shapes, dtypes, truncated files (all problems, first few shown, count given)
+  AccessError               hub: no token, gated, not found
+  LaunchError               mesh, hosts, scheduler, engine died (with the engine's last lines)
+  OutputError               an output folder is in the way, unwritable, or the disk is full
+  MissingDependency         which extra to install
+TableError                  a table contradicts itself: our bug, keeps its traceback
 """
 
 from __future__ import annotations

@@ -33,10 +33,14 @@ def resolve(shape: MeshShape | str, devices: int) -> Mesh:
     if isinstance(shape, str):
         return Mesh(data=1, fsdp=devices, tensor=1)
     sizes = {"data": shape.data, "fsdp": shape.fsdp, "tensor": shape.tensor}
-    wrong = [f"mesh.{axis}: {size} (a positive number, or -1)" for axis, size in sizes.items() if size < 1 and size != -1]
+    wrong = [
+        f"mesh.{axis}: {size} (a positive number, or -1)" for axis, size in sizes.items() if size < 1 and size != -1
+    ]
     free = [axis for axis, size in sizes.items() if size == -1]
     if wrong or len(free) > 1:
-        raise SpecError("the mesh is not valid", details=wrong or [f"-1 stands for what is left, once: {', '.join(free)}"])
+        raise SpecError(
+            "the mesh is not valid", details=wrong or [f"-1 stands for what is left, once: {', '.join(free)}"]
+        )
     known = math.prod(size for size in sizes.values() if size != -1)
     if free and devices % known == 0:
         sizes[free[0]] = devices // known
@@ -55,7 +59,11 @@ def check(mesh: Mesh, model: ModelSpec) -> None:
         SpecError: an axis is not divisible, all listed.
     """
     rules = (
-        ("tensor", mesh.tensor, {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}),
+        (
+            "tensor",
+            mesh.tensor,
+            {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab},
+        ),
         ("fsdp", mesh.fsdp, {"embed": model.embed}),
     )
     problems = [

@@ -58,7 +58,9 @@ def new_folder(final: Path, *, overwrite: bool = False, needs_bytes: int = 0) ->
 def refuse_existing(final: Path) -> None:
     """Raise an OutputError if something lies at `final`, other than an empty folder."""
     if os.path.lexists(final) and not (final.is_dir() and not final.is_symlink() and not any(final.iterdir())):
-        raise OutputError(f"{final} exists", hint="--overwrite replaces it once the new one is complete, --out names another")
+        raise OutputError(
+            f"{final} exists", hint="--overwrite replaces it once the new one is complete, --out names another"
+        )
 
 
 def flush(folder: Path) -> None:
@@ -101,7 +103,7 @@ def _remove(path: Path) -> None:
 
 
 def _recover(final: Path) -> None:
-    """Under the lock, temporary siblings belong to killed runs; a folder moved aside goes back if nothing replaced it."""
+    """Under the lock: remove what killed runs left, and put back what was moved aside and not replaced."""
     for path in sorted(final.parent.glob(f".{_escaped(final.name)}{ASIDE}*")):
         if os.path.lexists(final):
             _remove(path)

@@ -6,6 +6,7 @@ Every key has a default except `model.source`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -47,7 +48,9 @@ class DataSection(Section):
     train: str | list[str] | None = Field(None, description=".jsonl or .parquet file(s), or a hub data set id")
     eval: str | list[str] | None = Field(None, description="the same, for evaluation")
     split: str = Field("train", description="for hub data sets")
-    column: str | None = Field("messages", description="the chat column; prompt/completion or chosen/rejected are found")
+    column: str | None = Field(
+        "messages", description="the chat column; prompt/completion or chosen/rejected are found"
+    )
     loss_on: Literal["completion", "all"] = Field("completion", description="train on the assistant's turns, or on all")
     packing: bool = Field(False, description="several examples a row, kept apart by attention and positions")
 
@@ -153,9 +156,7 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> RunSpec:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise SpecError(
-            f"there is no {path}", hint="`bridge init` writes one, `--spec FILE` names another"
-        ) from error
+        raise SpecError(f"there is no {path}", hint="`bridge init` writes one, `--spec FILE` names another") from error
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}") from error
     return parse(text, overrides, where=str(path))
@@ -194,10 +195,8 @@ def _override(values: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise SpecError(f"{key}: {text!r} is not valid YAML: {error}") from error
     if isinstance(values[last], str):  # YAML 1.1 reads 1e-5 as text
-        try:
+        with contextlib.suppress(ValueError):
             values[last] = float(text)
-        except ValueError:
-            pass
 
 
 def _tuples(values: Any) -> Any:
@@ -209,10 +208,8 @@ def _tuples(values: Any) -> Any:
                 out[key] = tuple(out[key])
         for key in ("learning_rate", "beta", "lambda_orpo", "alpha", "weight_decay"):
             if isinstance(out.get(key), str):
-                try:
+                with contextlib.suppress(ValueError):
                     out[key] = float(out[key])
-                except ValueError:
-                    pass
         return out
     return values
 

@@ -5,10 +5,11 @@ Source: tunix/models/llama3/model.py, 0.1.7. The corrections of `fixes_tunix` mu
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from bridge.errors import CheckpointError
+from bridge.errors import CheckpointError, UnsupportedError
 from bridge.model_spec import ModelSpec
 
 Remat = Literal["none", "block", "decoder"]
@@ -126,6 +127,22 @@ def stored_shapes(item: Path) -> dict[tuple[str, ...], tuple[int, ...]]:
         tuple(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): tuple(leaf.shape)
         for path, leaf in found
     }
+
+
+def check_tiles(model: ModelSpec, tile: int) -> None:
+    """Whether the projections can be cut into NF4 tiles; the output projection is cut along head_dim.
+
+    Raises:
+        UnsupportedError: a size is no multiple of the tile.
+    """
+    sizes = {"head_dim": model.head_dim, "embed": model.embed, "mlp": model.mlp}
+    problems = [f"{name} {size} is no multiple of {tile}" for name, size in sizes.items() if size % tile]
+    if problems:
+        raise UnsupportedError(
+            f"qlora cannot cut this model's projections into tiles of {tile}",
+            details=problems,
+            hint=f"lora.tile_size: {math.gcd(*sizes.values())} fits, or use the method lora",
+        )
 
 
 def check(item: Path, shapes: dict[tuple[str, ...], tuple[int, ...]]) -> None:

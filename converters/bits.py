@@ -26,7 +26,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return brain
     return np.dtype(name)
 
 
@@ -45,7 +46,9 @@ def _permute(bits: Array, shape: tuple[int, ...], order: tuple[int, ...], out: t
 
 
 @functools.cache
-def _xla_permute(shape: tuple[int, ...], order: tuple[int, ...], out: tuple[int, ...], narrow: bool) -> Callable[..., Any]:
+def _xla_permute(
+    shape: tuple[int, ...], order: tuple[int, ...], out: tuple[int, ...], narrow: bool
+) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 

@@ -18,7 +18,6 @@ from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STEP = 8 << 20
 
 
 def source(moves: tuple[Move, ...], hf: HfSource, table: Table, model: ModelSpec) -> list[str]:
@@ -35,21 +34,14 @@ def source(moves: tuple[Move, ...], hf: HfSource, table: Table, model: ModelSpec
     left_out = plan.check_hf(moves, headers, table, str(hf.folder))
     if head is None:
         return left_out
-    if head != headers[EMBEDDING] or not _same(hf, HEAD, EMBEDDING):
+    with HfSource(hf.folder) as opened:
+        same = head == headers[EMBEDDING] and opened.equals(opened, HEAD, EMBEDDING)
+    if not same:
         raise CheckpointError(
             f"{hf.folder}: config.json says tie_word_embeddings true, but {HEAD} differs from {EMBEDDING}",
             hint="if the head was trained on its own, set tie_word_embeddings to false",
         )
     return [*left_out, HEAD]
-
-
-def _same(hf: HfSource, first: str, second: str) -> bool:
-    count = int(np.prod(hf.headers[first].shape))
-    with hf:
-        return all(
-            np.array_equal(hf.read(first, start, min(STEP, count - start)), hf.read(second, start, min(STEP, count - start)))
-            for start in range(0, count, STEP)
-        )
 
 
 def through_orbax(item: Path, moves: tuple[Move, ...]) -> None:
@@ -67,7 +59,11 @@ def through_orbax(item: Path, moves: tuple[Move, ...]) -> None:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = {".".join(str(key.key) for key in path): tuple(leaf.shape or ()) for path, leaf in flat}
     needed = {move.name: move.engine_shape for move in moves}
-    problems = [f"{name}  Orbax sees {found.get(name)}, written {shape}" for name, shape in needed.items() if found.get(name) != shape]
+    problems = [
+        f"{name}  Orbax sees {found.get(name)}, written {shape}"
+        for name, shape in needed.items()
+        if found.get(name) != shape
+    ]
     if problems:
         raise CheckpointError(f"{item} read back through Orbax differs", details=problems)
 
@@ -93,7 +89,9 @@ def against_source(
             different.add(slab.move.name)
 
     through_orbax(item, moves)
-    _each_slab(moves, model, TreeSource(item), {name: tensor.dtype for name, tensor in hf.headers.items()}, budget, compare)
+    _each_slab(
+        moves, model, TreeSource(item), {name: tensor.dtype for name, tensor in hf.headers.items()}, budget, compare
+    )
     if different:
         raise CheckpointError(f"{item}: {len(different)} arrays differ from the source", details=sorted(different))
 
@@ -131,7 +129,7 @@ def _each_slab(
     def job(move: Move, slab: Slab) -> None:
         visit(slab, np.asarray(tree.open(move.engine)[slab.region].read().result()))
 
-    jobs = []
+    jobs: list[Callable[[], None]] = []
     for move in moves:
         for slab in stored_slabs(move, model, tree.leaves[move.engine], [kinds[name] for name in move.hf], budget):
             jobs.append(functools.partial(job, move, slab))

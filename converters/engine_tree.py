@@ -56,7 +56,9 @@ def recognise(folder: Path) -> EngineTree:
             continue
         target = adapters if "lora" in inner[-1] else weights
         if inner in target:
-            raise CheckpointError(f"{folder} has {'.'.join(inner)} twice: {'.'.join(target[inner])} and {'.'.join(path)}")
+            raise CheckpointError(
+                f"{folder} has {'.'.join(inner)} twice: {'.'.join(target[inner])} and {'.'.join(path)}"
+            )
         target[inner] = path
     engines = {ROOTS[path[0]] for path in (*weights, *adapters)}
     if len(engines) != 1:

@@ -148,7 +148,9 @@ class Rule:
             return self
         left, _, right = self.pattern.partition("->")
         words = [word for word in right.split() if word != LAYER]
-        return Rule(self.hf, self.engine.replace(old, new), f"{left.strip()} -> {' '.join(words)}", self.scale, self.when)
+        return Rule(
+            self.hf, self.engine.replace(old, new), f"{left.strip()} -> {' '.join(words)}", self.scale, self.when
+        )
 
 
 @dataclass(frozen=True)

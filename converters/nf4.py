@@ -41,21 +41,28 @@ LEVELS = np.array(
     dtype=np.float32,
 )
 # Below the square root of the smallest normal number qwix takes a scale of 1: the tile becomes zeros.
-SMALLEST_SCALE = {"bfloat16": 2.0**-63, "float32": 2.0**-63, "float16": 2.0**-7}
+SMALLEST_SCALE = {"bfloat16": 2.0**-63, "float32": 2.0**-63}
 
 
-def check_tiling(columns: int, tile: int, shared: int, name: str) -> None:
-    """Whether a matrix of so many inputs can be tiled.
+def check_base(name: str, columns: int, dtype: str, tile: int, shared: int = 1) -> None:
+    """Whether the quantization of a matrix can be rebuilt.
 
     Args:
+        name: of the matrix, for the message.
         columns: inputs of one row.
+        dtype: of the base model's arrays in the engine.
         tile: inputs that share one scale.
         shared: groups of inputs (the heads of the output projection) that share their scales.
-        name: of the matrix, for the message.
 
     Raises:
-        UnsupportedError: `columns / shared` is no multiple of `tile`.
+        UnsupportedError: `columns / shared` is no multiple of `tile`, or the dtype is float16, which XLA does not
+            divide to the nearest value (measured on a CPU).
     """
+    if dtype not in SMALLEST_SCALE:
+        raise UnsupportedError(
+            f"{name}: NF4 of a {dtype} base cannot be rebuilt bit for bit",
+            hint="merge into the original base, or say which dtype the engine held the base in",
+        )
     if columns % shared or (columns // shared) % tile:
         raise UnsupportedError(
             f"{name}: {columns // shared} inputs cannot be cut into NF4 tiles of {tile}",
@@ -74,7 +81,7 @@ def quantize(values: Floats, dtype: str, tile: int, shared: int = 1) -> tuple[ND
     Args:
         values: (rows, columns), each a value of `dtype`.
         dtype: of the base model's arrays in the engine; scales have it, too.
-        tile, shared: as in `check_tiling`.
+        tile, shared: as in `check_base`.
 
     Returns:
         Indices into `LEVELS` (rows, columns) and scales (rows, columns / shared / tile).

@@ -3,7 +3,8 @@
 Orbax itself copies every leaf before it writes it. So the arrays are written with TensorStore in Orbax's own format
 (OCDBT, zarr3, one key prefix a leaf) and the few metadata files beside them are written here. The tests restore the
 result with stock Orbax (v0 and v1) and with both engines.
-Source: orbax/checkpoint/_src/metadata/{tree,step_metadata_serialization}.py and _src/serialization/tensorstore_utils.py, 0.12.8.
+Source: orbax/checkpoint/_src/metadata/{tree,step_metadata_serialization}.py and
+_src/serialization/tensorstore_utils.py, 0.12.8.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class TreeSink:
         self._compression = compression
         self._context = context()
 
-    def create(self, path: Path_, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...]) -> Any:
+    def create(
+        self, path: Path_, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...]
+    ) -> Any:
         """A new array, open for writing by whole `chunk`s; readers decode `inner` chunks."""
         import tensorstore as ts
 

@@ -93,9 +93,7 @@ def check_hf(plan: tuple[Move, ...], headers: Mapping[str, Tensor], table: Table
     """
     needed = {name: move.hf_shape for move in plan for name in move.hf}
     left_out = [
-        name
-        for name in headers
-        if name not in needed and any(re.fullmatch(pattern, name) for pattern in table.ignored)
+        name for name in headers if name not in needed and any(re.fullmatch(pattern, name) for pattern in table.ignored)
     ]
     problems = _compare(needed, {k: v for k, v in headers.items() if k not in left_out})
     for name in needed:

@@ -91,7 +91,9 @@ class Slab:
 
     def from_hf(self, source: HfSource, progress: Progress = no_progress, finite: bool = False) -> Array:
         """The slab as the engine stores it, bits, computed from the Hugging Face side."""
-        shape = [len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)]
+        shape = [
+            len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)
+        ]
         slab = np.empty(shape, dtype=bits.bits_dtype(self.engine_dtype))
         unit = unit_elements(self.move, axes_of(self.model))
         scale = scale_of(self.move.rule, self.model)
@@ -136,7 +138,7 @@ def import_checkpoint(
     source: HfSource,
     sink: TreeSink,
     dtype: str = "source",
-    budget: Budget = Budget(),  # noqa: B008 - frozen
+    budget: Budget = Budget(),
     progress: Progress = no_progress,
 ) -> None:
     """Write every array of a plan from a Hugging Face folder.
@@ -171,7 +173,7 @@ def export_checkpoint(
     model: ModelSpec,
     source: TreeSource,
     sink: HfSink,
-    budget: Budget = Budget(),  # noqa: B008 - frozen
+    budget: Budget = Budget(),
     progress: Progress = no_progress,
 ) -> None:
     """Write every Hugging Face tensor of a plan from an engine's checkpoint; each value is rounded at most once.

@@ -8,6 +8,7 @@ and end-of-turn are one id (SmolLM2), and a special token that a user typed is n
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,17 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks 
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Ids `(n,)` of a conversation, and where each lies in its text, where the tokenizer tells."""
+
+    ids: NDArray[np.int32]
+    offsets: Sequence[tuple[int, int]] | None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer's chat template, asked many times."""
 
@@ -39,9 +51,10 @@ class ChatTemplate:
     def _marks_generation(self) -> bool:
         return bool(GENERATION.search(self.tokenizer.get_chat_template()))
 
-    def ids(self, messages: Sequence[Message]) -> NDArray[np.int32]:
+    def tokens(self, messages: Sequence[Message]) -> Tokens:
         """What `apply_chat_template(messages)` gives."""
-        return np.asarray(self._apply(messages)["input_ids"], np.int32)
+        found = self._apply(messages, tokenizer_kwargs={"return_offsets_mapping": self.tokenizer.is_fast})
+        return Tokens(np.asarray(found["input_ids"], np.int32), found.get("offset_mapping"))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """The rendered conversation."""
@@ -50,7 +63,7 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Message], loss_on: LossOn) -> Encoded:
         """Ids and mask of one conversation, see `encode_chat`."""
-        return self._encoded(messages, self.ids(messages), loss_on)
+        return self._encoded(messages, self.tokens(messages), loss_on)
 
     def encode_within(self, messages: Sequence[Message], loss_on: LossOn, limit: int) -> tuple[Encoded | None, bool]:
         """As `encode`, of at most `limit` tokens, and whether turns were cut.
@@ -58,39 +71,40 @@ class ChatTemplate:
         Whole turns are dropped from the end until the rest fits and ends with the assistant; it is rendered anew.
         None: not even the first assistant turn fits.
         """
-        ids = self.ids(messages)
-        if len(ids) <= limit:
-            return self._encoded(messages, ids, loss_on), False
+        tokens = self.tokens(messages)
+        if len(tokens) <= limit:
+            return self._encoded(messages, tokens, loss_on), False
         for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1]["role"] == ASSISTANT and len(self.ids(messages[:length])) <= limit:
+            if messages[length - 1]["role"] == ASSISTANT and len(self.tokens(messages[:length])) <= limit:
                 return self.encode(messages[:length], loss_on), True
         return None, False
 
-    def loss(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Every assistant turn's content and closing token; `ids` are those of `messages`."""
-        loss = np.zeros(len(ids), bool)
+    def loss(self, messages: Sequence[Message], tokens: Tokens) -> NDArray[np.bool_]:
+        """Every assistant turn's content and closing token; `tokens` are those of `messages`."""
+        loss = np.zeros(len(tokens), bool)
         if self._marks_generation:
-            loss[:] = self._marked(messages, ids)
+            loss[:] = self._marked(messages, tokens)
         else:
-            for start, stop in self.turns(messages, ids):
+            for start, stop in self.turns(messages, tokens):
                 loss[start:stop] = True
         loss[:1] = False  # nothing stands before the first token to predict it from
         return loss
 
-    def turns(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> list[tuple[int, int]]:
+    def turns(self, messages: Sequence[Message], tokens: Tokens) -> list[tuple[int, int]]:
         """Assistant turns as tokens [start, stop), from the first of the content through the closing token."""
         if not any(message["role"] == ASSISTANT for message in messages):
             return []
         text = self.text(messages)
         turns = assistant_turns(self.text, messages, text, self._common_closing)
         cuts = [edge for turn in turns for edge in (turn.start, turn.end)]
-        bounds = iter(self._token_bounds(text, ids, cuts))
-        return [(start, self._closing(ids, start, stop)) for start, stop in zip(bounds, bounds, strict=True)]
+        bounds = iter(self._token_bounds(text, tokens, cuts))
+        return [(start, self._closing(tokens.ids, start, stop)) for start, stop in zip(bounds, bounds, strict=True)]
 
-    def _encoded(self, messages: Sequence[Message], ids: NDArray[np.int32], loss_on: LossOn) -> Encoded:
-        return Encoded(ids, self.loss(messages, ids) if loss_on == "completion" else all_but_first(len(ids)))
+    def _encoded(self, messages: Sequence[Message], tokens: Tokens, loss_on: LossOn) -> Encoded:
+        loss = self.loss(messages, tokens) if loss_on == "completion" else all_but_first(len(tokens))
+        return Encoded(tokens.ids, loss)
 
-    def _marked(self, messages: Sequence[Message], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def _marked(self, messages: Sequence[Message], tokens: Tokens) -> NDArray[np.bool_]:
         """What the template marks with `{% generation %}` inside the turns, through the closing token in any case."""
         marked = np.asarray(self._apply(messages, return_assistant_tokens_mask=True)["assistant_masks"], bool)
         edges = np.flatnonzero(np.diff(marked.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
@@ -101,12 +115,12 @@ class ChatTemplate:
                 hint="put every assistant turn, through its end-of-turn token, inside the block",
             )
         try:
-            turns = self.turns(messages, ids)
+            turns = self.turns(messages, tokens)
         except SpecError:
-            turns = [(start, self._closing(ids, start, stop)) for start, stop in edges]
-            if any(int(ids[stop - 1]) not in self._added for _, stop in turns):
+            turns = [(start, self._closing(tokens.ids, start, stop)) for start, stop in edges]
+            if any(int(tokens.ids[stop - 1]) not in self._added for _, stop in turns):
                 raise
-        loss = np.zeros(len(ids), bool)
+        loss = np.zeros(len(tokens), bool)
         for start, stop in turns:
             inside = start + np.flatnonzero(marked[start:stop])
             loss[inside] = True
@@ -123,32 +137,29 @@ class ChatTemplate:
                 return stop
         return stop
 
-    def _token_bounds(self, text: str, ids: NDArray[np.int32], cuts: Sequence[int]) -> list[int]:
-        """Token index of each character cut (ascending), by tokenizing the pieces apart, else by the offsets."""
-        edges = [0, *cuts, len(text)]
-        pieces = [text[left:right] for left, right in pairwise(edges)]
-        parts = self.tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
-        if [token for part in parts for token in part] == ids.tolist():
+    def _token_bounds(self, text: str, tokens: Tokens, cuts: Sequence[int]) -> list[int]:
+        """Token index of each character cut (ascending), by the offsets, else by tokenizing the pieces apart."""
+        if tokens.offsets is None:
+            pieces = [text[left:right] for left, right in pairwise([0, *cuts, len(text)])]
+            parts = self.tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+            if [token for part in parts for token in part] != tokens.ids.tolist():
+                raise SpecError("a turn's edge lies inside a token, and this tokenizer gives no offsets to find it by")
             return [int(bound) for bound in np.cumsum([len(part) for part in parts])[:-1]]
-        return self._offset_bounds(text, ids, cuts)
-
-    def _offset_bounds(self, text: str, ids: NDArray[np.int32], cuts: Sequence[int]) -> list[int]:
-        if not self.tokenizer.is_fast:
-            raise SpecError("a turn of the chat template ends inside a token, and this tokenizer gives no offsets")
-        whole = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if whole["input_ids"] != ids.tolist():
+        ends = [end for _, end in tokens.offsets]
+        if ends[-1] > len(text) or text[ends[-1] :].strip():
             raise SpecError("the chat template renders the same messages differently each time")
-        bounds = []
-        for cut in cuts:
-            bound = next((i for i, (_, right) in enumerate(whole["offset_mapping"]) if right > cut), len(ids))
-            left = whole["offset_mapping"][bound][0] if bound < len(ids) else cut
-            if text[left:cut].strip():
-                raise SpecError(
-                    f"the chat template joins {text[left:cut]!r} with what follows in one token, across a turn's edge",
-                    hint="a template that sets special tokens or blanks around turns avoids it",
-                )
-            bounds.append(bound)
-        return bounds
+        return [self._bound(text, tokens.offsets, ends, cut) for cut in cuts]
+
+    def _bound(self, text: str, offsets: Sequence[tuple[int, int]], ends: Sequence[int], cut: int) -> int:
+        """The first token that reaches beyond `cut`; of what lies before it may only hold blanks."""
+        bound = bisect_right(ends, cut)
+        before = text[offsets[bound][0] : cut] if bound < len(offsets) else ""
+        if before.strip():
+            raise SpecError(
+                f"the chat template joins {before!r} with what follows in one token, across a turn's edge",
+                hint="a template that sets special tokens or blanks around turns avoids it",
+            )
+        return bound
 
     def _common_closing(self, first: str, second: str) -> int:
         tokens, others = self.tokenizer([first, second], add_special_tokens=False, verbose=False)["input_ids"]
@@ -157,9 +168,10 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         from jinja2 import TemplateError
 
-        tokenizer_options = {"verbose": False} if options.get("tokenize", True) else None
+        if options.get("tokenize", True):
+            options["tokenizer_kwargs"] = {"verbose": False, **options.get("tokenizer_kwargs", {})}
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenizer_kwargs=tokenizer_options, **options)
+            return self.tokenizer.apply_chat_template(list(messages), **options)
         except (TemplateError, TypeError) as error:
             raise SpecError(f"the chat template refuses these messages: {error}") from error
 

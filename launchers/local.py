@@ -47,7 +47,9 @@ def execute(plan: Sequence[Launch], logs: Path, show: Show, verbose: bool = Fals
     with contextlib.ExitStack() as stack, _forwarding(children):
         try:
             for number, launch in enumerate(plan):
-                log = stack.enter_context((logs / f"process-{number}.log").open("a", encoding="utf-8", errors="replace"))
+                log = stack.enter_context(
+                    (logs / f"process-{number}.log").open("a", encoding="utf-8", errors="replace")
+                )
                 child = subprocess.Popen(
                     launch.argv,
                     env={**os.environ, **launch.env},
@@ -114,7 +116,10 @@ def _wait(children: list[subprocess.Popen[str]]) -> int | None:
 
 def _stop(children: list[subprocess.Popen[str]]) -> None:
     """End what still runs: SIGTERM, a grace period, SIGKILL, each to the whole process group."""
-    for number, deadline in ((signal.SIGTERM, time.monotonic() + GRACE), (signal.SIGKILL, time.monotonic() + GRACE + 5)):
+    for number, deadline in (
+        (signal.SIGTERM, time.monotonic() + GRACE),
+        (signal.SIGKILL, time.monotonic() + GRACE + 5),
+    ):
         for child in children:
             if child.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ any error into an early end with exit code 0; these let it through, and count th
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,8 @@ def train(run_dir: Path, run_file: RunFile) -> None:
     check_shapes(config)
     metrics = MetricsLog(run_dir, writes=jax.process_index() == 0)
     _install(train_sft, run_file, train_rows, eval_rows, metrics)
-    say(f"training {run.train.steps} steps of {rows} x {run.train.sequence_length} tokens on {jax.device_count()} device(s)")
+    devices, length = jax.device_count(), run.train.sequence_length
+    say(f"training {run.train.steps} steps of {rows} x {length} tokens on {devices} device(s)")
     trainer, _ = train_sft.train(config)
     if trainer.train_steps < run.train.steps:
         raise LaunchError(f"trained {trainer.train_steps} of {run.train.steps} steps")
@@ -108,7 +110,8 @@ def _install(train_sft: Any, run_file: RunFile, train_rows: Any, eval_rows: Any,
         made.checkpointing_options = options
         return made
 
-    clock = StepClock(run.train.steps, train_rows.global_rows * run.train.sequence_length * run.train.gradient_accumulation)
+    tokens = train_rows.global_rows * run.train.sequence_length * run.train.gradient_accumulation
+    clock = StepClock(run.train.steps, tokens)
     train_sft.get_tunix_config = tunix_config
     train_sft.hooks.SFTDataHooks = data_hooks(train_rows, eval_rows)
     train_sft.hooks.SFTTrainingHooks = training_hooks(train_sft.hooks.SFTTrainingHooks, metrics, clock)
@@ -130,7 +133,8 @@ def data_hooks(train_rows: Any, eval_rows: Any) -> type[Any]:
             self._eval: Iterator[Batch] | None = None
             self._eval_count = 0
             self.train_data_iterator: Any = ()
-            self.eval_data_iterator = eval_rows  # only asked whether there is one
+            # The trainer only asks whether there is one, and that it can be iterated.
+            self.eval_data_iterator = None if eval_rows is None else (eval_rows,)
             self.train_batch: Any = None
             self.eval_batch: Any = None
 
@@ -152,10 +156,8 @@ def data_hooks(train_rows: Any, eval_rows: Any) -> type[Any]:
         def _place(self, batch: Batch) -> dict[str, Any]:
             """Every process has the global batch; each device takes its rows of it."""
             arrays = maxtext_batch(batch)
-            return {
-                name: jax.make_array_from_callback(array.shape, self._sharding, lambda index, rows=array: rows[index])
-                for name, array in arrays.items()
-            }
+            place = functools.partial(jax.make_array_from_callback, sharding=self._sharding)
+            return {name: place(array.shape, data_callback=array.__getitem__) for name, array in arrays.items()}
 
     return BridgeDataHooks
 
@@ -163,17 +165,25 @@ def data_hooks(train_rows: Any, eval_rows: Any) -> type[Any]:
 def training_hooks(base: type[Any], metrics: MetricsLog, clock: StepClock) -> type[Any]:
     """MaxText's training hooks, which also write `metrics.jsonl` and say each step."""
 
-    class BridgeTrainingHooks(base):
+    class BridgeTrainingHooks(base):  # type: ignore[misc]
         """One line a step."""
 
-        def on_train_start(self, train_ctx: Any) -> None:
-            super().on_train_start(train_ctx)
-            clock.restart()
+        def on_train_step_start(self, train_ctx: Any) -> None:
+            clock.begin(train_ctx.train_steps + 1)
+            super().on_train_step_start(train_ctx)
+
+        def on_train_end(self, train_ctx: Any) -> None:
+            clock.end(train_ctx.train_steps)
+            super().on_train_end(train_ctx)
 
         def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float, step_time: float = 0.0) -> None:
             super().on_train_step_end(train_ctx, train_step, train_loss, step_time)
             loss = float(np.asarray(train_loss))
-            metrics.train(train_step, loss, **clock.step(train_step, loss))
+            metrics.train(train_step, loss, **clock.report(train_step, loss))
+
+        def on_eval_step_start(self, train_ctx: Any) -> None:
+            clock.end(train_ctx.train_steps)
+            super().on_eval_step_start(train_ctx)
 
         def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
             count = self.eval_metadata["eval_step_count"]
@@ -181,6 +191,5 @@ def training_hooks(base: type[Any], metrics: MetricsLog, clock: StepClock) -> ty
             loss = float(np.asarray(eval_loss)) / count
             metrics.eval(train_ctx.train_steps, loss)
             say(f"step {train_ctx.train_steps}  eval loss {loss:.4f}")
-            clock.restart()
 
     return BridgeTrainingHooks

@@ -84,8 +84,9 @@ def _chat_pair(template: ChatTemplate, prompt: Sequence[Message], chosen: Messag
     encoded = []
     for answer in (chosen, rejected):
         messages = [*prompt, answer]
-        ids = template.ids(messages)
-        start, stop = template.turns(messages, ids)[-1]
+        tokens = template.tokens(messages)
+        ids = tokens.ids
+        start, stop = template.turns(messages, tokens)[-1]
         encoded.append((ids[:start], Encoded(ids[start:], np.arange(start, len(ids)) < stop)))
     if not np.array_equal(encoded[0][0], encoded[1][0]):
         raise SpecError(

@@ -13,27 +13,35 @@ def say(text: str) -> None:
 
 
 class StepClock:
-    """Step times, tokens a second and the time left; the first step, which compiles, is kept out of the mean."""
+    """Step times, tokens a second and the time left.
+
+    The trainer reports a step's loss while the next one runs, so steps are timed from begin to begin, or to the
+    beginning of an evaluation. The first step, which compiles, is kept out of the mean.
+    """
 
     def __init__(self, steps: int, tokens_per_step: int) -> None:
         self._steps, self._tokens = steps, tokens_per_step
-        self._last = time.perf_counter()
-        self._total = 0.0
-        self._counted = -1
+        self._begun: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
+        self._times: list[float] = []
 
-    def restart(self) -> None:
-        """Begin a step now, after something that is no training (evaluation)."""
-        self._last = time.perf_counter()
-
-    def step(self, step: int, loss: float) -> dict[str, float]:
-        """Say that a step is finished; returns `step_time` (s) and `tokens_per_second`."""
+    def begin(self, step: int) -> None:
+        """Step `step`, from 1, begins now; the one before it has ended unless it had already."""
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        self._counted += 1
-        if self._counted > 0:
-            self._total += seconds
-        mean = self._total / self._counted if self._counted > 0 else seconds
-        left = (self._steps - step) * mean
+        self._begun.setdefault(step, now)
+        self._ended.setdefault(step - 1, now)
+
+    def end(self, step: int) -> None:
+        """Step `step` has ended: what follows is no training."""
+        self._ended.setdefault(step, time.perf_counter())
+
+    def report(self, step: int, loss: float) -> dict[str, float]:
+        """Say a step's loss and time; returns `step_time` (s) and `tokens_per_second`."""
+        now = time.perf_counter()
+        seconds = self._ended.pop(step, now) - self._begun.pop(step, now)
+        self._times.append(seconds)
+        counted = self._times[1:] or self._times
+        left = (self._steps - step) * sum(counted) / len(counted)
         say(f"step {step}/{self._steps}  loss {loss:.4f}  {seconds:.2f} s/step  {_minutes(left)} left")
         return {"step_time": round(seconds, 4), "tokens_per_second": round(self._tokens / max(seconds, 1e-9), 1)}
 

@@ -52,6 +52,8 @@ def on_cpu() -> None:
     """Keep this process's JAX on the CPU: conversions and checks need no accelerator, and must not take one."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def gigabytes(count: float) -> str:
@@ -65,7 +67,18 @@ def parse_size(text: str) -> int:
     Raises:
         BridgeError: something else.
     """
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    units = {
+        "": 1,
+        "b": 1,
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "tb": 10**12,
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "tib": 2**40,
+    }
     number = text.strip().lower().rstrip("kmgtib")
     unit = text.strip().lower()[len(number) :].strip()
     try:
@@ -82,7 +95,14 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Progress over bytes on stderr: a bar on a terminal, a line every tenth otherwise."""
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -12,7 +12,9 @@ from bridge.commands.workspace import Workspace
 from bridge.run_spec import METHODS
 
 
-@click.command(epilog=common.examples("bridge config --engine maxtext", "bridge config --engine maxtext --out config.yml"))
+@click.command(
+    epilog=common.examples("bridge config --engine maxtext", "bridge config --engine maxtext --out config.yml")
+)
 @common.engine_option
 @click.option("--method", type=click.Choice(METHODS), help="Default: train.method of the spec.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: stdout.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +13,12 @@ from bridge.errors import BridgeError
 
 if TYPE_CHECKING:
     from bridge.converters.plan import Move
-    from bridge.model_spec import ModelSpec
 
 
 @click.command(
-    epilog=common.examples("bridge convert --to maxtext", "bridge convert --to tunix ~/models/Llama-3.1-8B --out ckpt --check")
+    epilog=common.examples(
+        "bridge convert --to maxtext", "bridge convert --to tunix ~/models/Llama-3.1-8B --out ckpt --check"
+    )
 )
 @click.argument("model", required=False)
 @click.option("--to", "engine", type=click.Choice(["maxtext", "tunix"]), help="Default: the spec's engine.")
@@ -29,13 +28,17 @@ if TYPE_CHECKING:
     type=click.Choice(["source", "bfloat16", "float32"]),
     default="source",
     show_default=True,
-    help="Stored dtype. `source` keeps every bit: MaxText's query kernel, into which 1/sqrt(head_dim) is folded, is then "
-    "stored in float32. `bfloat16` rounds it: at head_dim 128, 14.7 % of its values come back changed.",
+    help="Stored dtype. `source` keeps every bit: MaxText's query kernel, into which 1/sqrt(head_dim) is folded, is "
+    "then stored in float32. `bfloat16` rounds it: at head_dim 128, 14.7 % of its values come back changed.",
 )
 @click.option("--unscanned", is_flag=True, help="MaxText: one array a layer (scan_layers: false).")
-@click.option("--check", is_flag=True, help="Read the result back through stock Orbax, compare every value; refuse NaN and Inf.")
+@click.option(
+    "--check", is_flag=True, help="Read the result back through stock Orbax, compare every value; refuse NaN and Inf."
+)
 @click.option("--compression", type=click.Choice(["none", "zstd:1", "zstd:3"]), default="none", show_default=True)
-@click.option("--memory", default="1GiB", show_default=True, help="Resident memory to stay below; more is faster, up to a point.")
+@click.option(
+    "--memory", default="1GiB", show_default=True, help="Resident memory to stay below; more is faster, up to a point."
+)
 @common.spec_option
 @common.overwrite_option
 @common.dry_run_option
@@ -130,9 +133,12 @@ class _Job:
             click.echo(f"{move.name}  {dtype}{list(move.engine_shape)}  {common.gigabytes(size)}  <- {_names(move)}")
         arrays, total = len(self.moves), common.gigabytes(self.target_bytes)
         click.echo(f"{self.model.parameters:,} parameters, {arrays} arrays, {total} into {final.absolute()}")
-        click.echo(f"memory: at most {common.gigabytes(self.budget.memory)}, slabs of {common.gigabytes(self.budget.slab_bytes)}")
+        memory, slab = common.gigabytes(self.budget.memory), common.gigabytes(self.budget.slab_bytes)
+        click.echo(f"memory: at most {memory}, slabs of {slab}")
 
-    def run(self, final: Path, origin: str, revision: str | None, compression: str, overwrite: bool, check: bool) -> None:
+    def run(
+        self, final: Path, origin: str, revision: str | None, compression: str, overwrite: bool, check: bool
+    ) -> None:
         """Write the checkpoint, its sidecar and the small files."""
         from bridge import sidecar
         from bridge.converters import check as checks
@@ -151,7 +157,9 @@ class _Job:
             sidecar.copy_side_files(self.folder, folder / sidecar.HF)
             if check:
                 with self.source, common.progress("check", total) as progress:
-                    checks.against_source(self.moves, self.model, self.source, folder / "0" / self.table.item, self.budget, progress)
+                    checks.against_source(
+                        self.moves, self.model, self.source, folder / "0" / self.table.item, self.budget, progress
+                    )
         common.say(f"{self.model.parameters:,} parameters, {len(self.moves)} arrays in {final.absolute()}")
         if check:
             common.say("checked: every value read back through Orbax equals the source")

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from bridge.converters.plan import Tensor
 
 
-@click.command(epilog=common.examples("bridge export --to hf", "bridge export --to hf runs/maxtext-sft --step 50 --out final"))
+@click.command(
+    epilog=common.examples("bridge export --to hf", "bridge export --to hf runs/maxtext-sft --step 50 --out final")
+)
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--to", "form", type=click.Choice(["hf"]), default="hf", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Default: export/<form> in the workdir.")
-@click.option("--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder, for a checkpoint without bridge.json.")
+@click.option(
+    "--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder, for a checkpoint without bridge.json."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["source", "bfloat16", "float16", "float32"]),
@@ -81,8 +85,16 @@ def target_tensors(found: Checkpoint, dtype: str) -> dict[str, Tensor]:
         return found.facts.hf_dtype(name) if found.facts else found.model.dtype
 
     tensors = {name: Tensor(move.hf_shape, kind(name)) for move in found.plan for name in move.hf}
-    return dict(sorted(tensors.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")]
-                       if item[0].startswith("model.layers.") else [item[0]]))
+    return dict(
+        sorted(
+            tensors.items(),
+            key=lambda item: (
+                [int(part) if part.isdigit() else part for part in item[0].split(".")]
+                if item[0].startswith("model.layers.")
+                else [item[0]]
+            ),
+        )
+    )
 
 
 def show(found: Checkpoint, tensors: dict[str, Tensor], final: Path) -> None:
@@ -111,7 +123,9 @@ def write(
             export_checkpoint(found.plan, found.model, source, sink, Budget(memory), progress)
         names = sidecar.copy_side_files(found.hf, folder)
         dtypes = {tensor.dtype for tensor in tensors.values()}
-        config = hf_config(read_json(found.hf / "config.json"), found, dtypes.pop() if len(dtypes) == 1 else found.model.dtype)
+        config = hf_config(
+            read_json(found.hf / "config.json"), found, dtypes.pop() if len(dtypes) == 1 else found.model.dtype
+        )
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if found.tree.left_out:
         common.say(f"left out, no weights: {', '.join(_roots(found.tree.left_out))}")

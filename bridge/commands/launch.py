@@ -27,7 +27,9 @@ LOGS = "logs"
 
 
 @click.command(
-    epilog=common.examples("bridge launch sft --engine maxtext", "bridge launch sft train.steps=20 --run short --dry-run")
+    epilog=common.examples(
+        "bridge launch sft --engine maxtext", "bridge launch sft train.steps=20 --run short --dry-run"
+    )
 )
 @click.argument("method", type=click.Choice(METHODS))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
@@ -68,7 +70,9 @@ def plan_launch(prepared: Prepared) -> tuple[Launch, ...]:
     import importlib
 
     engine = importlib.import_module(f"bridge.launchers.{prepared.engine}")
-    plan: tuple[Launch, ...] = engine.plan_launch(prepared.run, str(prepared.run_dir), prepared.hardware, sys.executable)
+    plan: tuple[Launch, ...] = engine.plan_launch(
+        prepared.run, str(prepared.run_dir), prepared.hardware, sys.executable
+    )
     return plan
 
 
@@ -122,7 +126,9 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
         common.say(f"resuming {run_dir.name} at step {done[-1] if done else 0} of {prepared.run.train.steps}")
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / prepared.program).write_text(prepared.text, encoding="utf-8")
-    tokenizer = prepared.workspace.tokenizer_folder() if prepared.run.model.tokenizer else prepared.converted / sidecar.HF
+    tokenizer = (
+        prepared.workspace.tokenizer_folder() if prepared.run.model.tokenizer else prepared.converted / sidecar.HF
+    )
     RunFile(
         engine=prepared.engine,
         program=prepared.program,
@@ -156,7 +162,9 @@ def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
     local.execute(plan, run_dir / LOGS, StepLines(prepared.run.train.steps, verbose).show, verbose)
     steps = finished_steps(run_dir / "checkpoints")
     if prepared.run.train.steps not in steps:
-        raise LaunchError(f"the run ended without a checkpoint of step {prepared.run.train.steps}", details=[f"steps: {steps}"])
+        raise LaunchError(
+            f"the run ended without a checkpoint of step {prepared.run.train.steps}", details=[f"steps: {steps}"]
+        )
     common.say(f"trained {prepared.run.train.steps} steps in {time.monotonic() - start:.0f} s; checkpoints: {steps}")
     common.say(f"curves: tensorboard --logdir {os.path.relpath(run_dir / 'tensorboard')}")
 

@@ -51,7 +51,9 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     facts = sidecar.read(converted)
     model = facts.model if facts else ModelSpec.from_folder(workspace.model_folder(download=False))
     if run.train.sequence_length > model.context:
-        raise SpecError(f"train.sequence_length {run.train.sequence_length} exceeds the model's {model.context} positions")
+        raise SpecError(
+            f"train.sequence_length {run.train.sequence_length} exceeds the model's {model.context} positions"
+        )
     hardware = hardware_of(run)
     frequencies = rope.inverse_frequencies(model)
     shape = mesh.resolve(run.mesh, device_count(run, hardware))
@@ -115,7 +117,9 @@ def device_count(run: RunSpec, hardware: str) -> int:
     """
     flags = [*run.cluster.xla_flags, *os.environ.get("XLA_FLAGS", "").split()]
     if hardware == "cpu":
-        simulated = [flag.partition("=")[2] for flag in flags if flag.startswith("--xla_force_host_platform_device_count=")]
+        simulated = [
+            flag.partition("=")[2] for flag in flags if flag.startswith("--xla_force_host_platform_device_count=")
+        ]
         local = int(simulated[0]) if simulated else 1
         return local * run.cluster.processes * run.cluster.nodes
     if hardware == "gpu":
@@ -126,7 +130,8 @@ def device_count(run: RunSpec, hardware: str) -> int:
         if found:
             return found * run.cluster.nodes
     raise LaunchError(
-        f"the {hardware} devices cannot be counted on this host", hint="give the mesh in the spec: mesh: {data: 1, fsdp: 8, tensor: 1}"
+        f"the {hardware} devices cannot be counted on this host",
+        hint="give the mesh in the spec: mesh: {data: 1, fsdp: 8, tensor: 1}",
     )
 
 
@@ -138,7 +143,8 @@ def require_converted(prepared: Prepared) -> sidecar.Sidecar:
     """
     if prepared.facts is None:
         raise CheckpointError(
-            f"{prepared.converted} does not exist, or has no {sidecar.FILE}", hint=f"bridge convert --to {prepared.engine}"
+            f"{prepared.converted} does not exist, or has no {sidecar.FILE}",
+            hint=f"bridge convert --to {prepared.engine}",
         )
     local = prepared.workspace.path(prepared.run.model.source)
     if local.is_dir() and prepared.facts.source.get("config") != sidecar.sha256((local / "config.json").read_bytes()):

@@ -97,7 +97,9 @@ class Chosen:
     step: int | None = None
 
 
-def find_checkpoint(workspace: Workspace | None, checkpoint: Path | None, step: int | None, engine: str | None) -> Chosen:
+def find_checkpoint(
+    workspace: Workspace | None, checkpoint: Path | None, step: int | None, engine: str | None
+) -> Chosen:
     """The checkpoint that `CHECKPOINT`, or else the spec, means.
 
     Without a path: the newest run's best checkpoint by eval loss, else its newest; the converted checkpoint only

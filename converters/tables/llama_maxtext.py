@@ -26,7 +26,11 @@ TABLE = Table(
     },
     rules=(
         Rule("model.embed_tokens.weight", "token_embedder/embedding", "vocab embed -> vocab embed"),
-        Rule(LAYER + "input_layernorm.weight", BLOCK + "pre_self_attention_layer_norm/scale", "layer embed -> embed layer"),
+        Rule(
+            LAYER + "input_layernorm.weight",
+            BLOCK + "pre_self_attention_layer_norm/scale",
+            "layer embed -> embed layer",
+        ),
         Rule(
             LAYER + "self_attn.q_proj.weight",
             BLOCK + "self_attention/query/kernel",

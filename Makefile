@@ -1,0 +1,45 @@
+# Every target sets up what it needs: `make demo` and `make test` work from a fresh clone.
+
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+# What to install: `make setup EXTRAS=all,cuda UV_TORCH_BACKEND=cpu` on a GPU machine.
+EXTRAS ?= all
+# More for pytest: `make test ARGS="-k round_trip -x"`.
+ARGS ?=
+# The size of a benchmark: `make bench SIZE=8b`.
+SIZE ?=
+export EXTRAS
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench golden clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: ## make .venv with pinned, tested versions (quick when nothing changed)
+	@scripts/setup.sh
+
+demo: setup ## fine-tune a real small Llama end to end: convert, train, export, verify
+	.venv/bin/bridge demo
+
+test: setup ## run the tests
+	$(PYTHON) -m pytest $(ARGS)
+
+check: setup ## ruff, ruff format, mypy strict
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: setup ## let ruff fix and format what it can
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: setup ## run the benchmarks of benchmarks/ (SIZE=... chooses the size)
+	@test -f benchmarks/run.py || { echo "bench: benchmarks/run.py, which holds the benchmarks, is not in this checkout" >&2; exit 1; }
+	$(PYTHON) benchmarks/run.py $(if $(SIZE),--size $(SIZE))
+
+golden: setup ## write the golden files anew; read the diff before committing it
+	$(PYTHON) -m pytest tests/golden --update-golden $(ARGS)
+
+clean: ## remove what builds, tests and checks left (not .venv, not the demo)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov bridge_llama.egg-info

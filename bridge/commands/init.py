@@ -1,0 +1,52 @@
+"""`bridge init`."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+
+import click
+
+from bridge.commands import common
+from bridge.errors import BridgeError, OutputError
+
+DEFAULT = "smollm2-135m"
+
+
+def presets() -> dict[str, str]:
+    """The text of every preset, by name."""
+    folder = importlib.resources.files("bridge.configs") / "presets"
+    files = sorted((path for path in folder.iterdir() if path.name.endswith(".yaml")), key=lambda path: path.name)
+    return {path.name.removesuffix(".yaml"): path.read_text(encoding="utf-8") for path in files}
+
+
+@click.command(epilog=common.examples("bridge init llama3.1-8b-sft", "bridge init --list"))
+@click.argument("preset", required=False)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default="bridge.yaml", show_default=True)
+@click.option("--list", "as_list", is_flag=True, help="One line a preset.")
+@click.option("--schema", is_flag=True, help="The JSON Schema of bridge.yaml, for editors.")
+def command(preset: str | None, out: Path, as_list: bool, schema: bool) -> None:
+    """Write a bridge.yaml to start from. PRESET is one of --list."""
+    known = presets()
+    if schema:
+        from bridge.run_spec import RunSpec
+
+        click.echo(json.dumps(RunSpec.model_json_schema(), indent=2))
+        return
+    if as_list:
+        width = max(map(len, known))
+        for name, text in known.items():
+            click.echo(f"{name:{width}}  {text.splitlines()[0].removeprefix('# ')}")
+        return
+    name = preset or DEFAULT
+    if name not in known:
+        raise BridgeError(f"there is no preset {name!r}", details=[f"presets: {', '.join(known)}"])
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(known[name])
+    except FileExistsError as error:
+        raise OutputError(f"{out} exists", hint="--out names another file") from error
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror}") from error
+    common.say(f"written: {out}; set model.source and data.train, then: bridge convert --to maxtext")

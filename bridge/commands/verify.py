@@ -1,0 +1,211 @@
+"""`bridge verify`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bridge import rope
+from bridge.commands import checkpoint as checkpoints
+from bridge.commands import common
+from bridge.commands.workspace import Workspace
+from bridge.errors import CheckpointError
+from bridge.model_spec import ModelSpec
+from bridge.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from bridge.commands.checkpoint import Checkpoint
+    from bridge.converters.parity.compare import Logits, Probe, Report
+
+
+@click.command(
+    epilog=common.examples(
+        "bridge verify", "bridge verify checkpoints/maxtext --reference ~/models/Llama-3.2-1B --json"
+    )
+)
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option("--reference", type=click.Path(path_type=Path, file_okay=False), help="HF folder to compare with.")
+@click.option("--engine", type=click.Choice(["maxtext", "tunix", "hf"]), help="Whose checkpoint; default: found out.")
+@click.option("--exact", is_flag=True, help="Compare weights bit by bit instead of logits.")
+@click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True)
+@click.option("--tolerance", type=float, help="Of max |Δlogit|; default: max(1e-4, 8 |PyTorch f32 - f64|).")
+@click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
+@common.spec_option
+@common.json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    checkpoint: Path | None,
+    reference: Path | None,
+    engine: str | None,
+    exact: bool,
+    tokens: int,
+    tolerance: float | None,
+    step: int | None,
+    spec: Path | None,
+    as_json: bool,
+) -> None:
+    """Prove a checkpoint: the engine's f32 logits against PyTorch's. Exit code 1 when it fails.
+
+    The reference of a converted checkpoint is its source; of a trained one its own export, whose weights must first
+    equal the checkpoint rounded once, bit for bit.
+    """
+    common.on_cpu()
+    workspace = common.maybe_workspace(spec)
+    if engine == "hf" or (checkpoint is not None and (checkpoint / "config.json").is_file()):
+        ok, result = verify_folders(checkpoint, reference, tokens, tolerance, exact)
+    else:
+        found = checkpoints.find(workspace, checkpoint, None, step, engine)
+        folder = reference or default_reference(found, workspace)
+        common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) against {folder}")
+        different, count = exact_difference(found, folder)
+        if exact:
+            ok, result = not different, {"ok": not different, "tensors": count, "different": different}
+        elif found.trained and different:
+            raise CheckpointError(
+                f"{folder} is not the export of {found.chosen.item}: {len(different)} of {count} tensors differ",
+                details=different,
+                hint="bridge export --to hf --overwrite",
+            )
+        else:
+            report = compare_logits(found, folder, tokens, tolerance)
+            ok, result = report.ok, report.to_json()
+            if found.trained:
+                result["exact"] = True
+                common.say(f"weights: all {count} tensors equal the checkpoint rounded once, bit for bit")
+    if as_json:
+        common.emit(result)
+    else:
+        show(result)
+    if not ok:
+        ctx.exit(1)
+
+
+def default_reference(found: Checkpoint, workspace: Workspace | None) -> Path:
+    """The source of a converted checkpoint; the export of a trained one, never the base.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if found.trained:
+        folder = workspace.export("hf") if workspace else None
+        if folder is None or not folder.is_dir():
+            raise CheckpointError(
+                f"{found.chosen.item} was trained, and has no export to compare with",
+                hint="bridge export --to hf; or name the export with --reference DIR",
+            )
+        return folder
+    origin = str(found.facts.source.get("origin")) if found.facts else None
+    if origin is not None and Path(origin).is_dir():
+        return Path(origin)
+    if workspace is not None:
+        return workspace.model_folder(download=False)
+    raise CheckpointError("the source is not at hand", hint="--reference DIR names the Hugging Face folder")
+
+
+def exact_difference(found: Checkpoint, folder: Path) -> tuple[list[str], int]:
+    """Names of the tensors of `folder` that differ from the checkpoint's, and how many were compared."""
+    from bridge.converters import check
+    from bridge.converters.hf_store import HfSource
+
+    with HfSource(folder) as hf:
+        model = ModelSpec.from_folder(folder)
+        if (model.tied, model.vocab, model.layers) != (found.model.tied, found.model.vocab, found.model.layers):
+            raise CheckpointError(f"{folder} is another model than {found.chosen.item}")
+        plan = found.plan
+        check.source(plan, hf, found.table, found.model)
+        total = sum(hf.headers[name].bytes for move in plan for name in move.hf)
+        with common.progress("compare weights", total) as progress:
+            different = check.against_export(plan, found.model, found.open(), hf, progress=progress)
+    return different, sum(len(move.hf) for move in plan)
+
+
+def compare_logits(found: Checkpoint, folder: Path, tokens: int, tolerance: float | None) -> Report:
+    """PyTorch on `folder` against the engine on the checkpoint, or on the export's rounded weights."""
+    from bridge.converters.parity import compare, pytorch
+
+    # The engine's model follows the checkpoint's own facts, PyTorch follows the reference's config.json.
+    inputs = compare.probes(found.model, tokens, found.hf)
+    common.say(f"PyTorch f32 and f64 on {sum(len(probe.ids) for probe in inputs)} tokens ...")
+    reference, exact = pytorch.logits(folder, inputs, double=tolerance is None)
+    limit = tolerance if tolerance is not None else compare.tolerance_of(reference, exact)
+    common.say(f"{found.engine} f32 on the same tokens ...")
+    if not found.trained:
+        return compare.compare(inputs, reference, engine_logits(found, found.chosen.item, inputs), limit)
+    with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
+        item = rounded(found, folder, Path(temporary))
+        return compare.compare(inputs, reference, engine_logits(found, item, inputs), limit)
+
+
+def rounded(found: Checkpoint, folder: Path, temporary: Path) -> Path:
+    """The export as a checkpoint of the engine: the trained weights, rounded as they were exported."""
+    from bridge.converters.hf_store import HfSource
+    from bridge.converters.orbax_store import TreeSink
+    from bridge.converters.transfer import import_checkpoint
+
+    sink = TreeSink(temporary / "0", found.table.item)
+    with HfSource(folder) as hf:
+        import_checkpoint(found.plan, found.model, hf, sink)
+    sink.scalars(found.table.extra)
+    sink.finish({})
+    return temporary / "0" / found.table.item
+
+
+def engine_logits(found: Checkpoint, item: Path, inputs: tuple[Probe, ...]) -> list[Logits]:
+    """The engine's logits on the tree in `item`."""
+    frequencies = rope.inverse_frequencies(found.model)
+    if found.engine == "maxtext":
+        from bridge import mesh
+        from bridge.configs import maxtext as configs
+        from bridge.converters.parity import maxtext
+
+        run = RunSpec.model_validate({"model": {"source": str(found.hf)}})
+        place = configs.Place("verify", tempfile.gettempdir(), str(item), str(found.hf), found.tree.scanned, "cpu")
+        config = configs.render(run, found.model, mesh.Mesh(1, 1, 1), place)
+        return maxtext.logits(config, item, inputs, frequencies)
+    from bridge.converters.parity import tunix
+
+    return [tunix.logits(item, found.model, probe.ids, probe.positions, frequencies) for probe in inputs]
+
+
+def verify_folders(
+    checkpoint: Path | None, reference: Path | None, tokens: int, tolerance: float | None, exact: bool
+) -> tuple[bool, dict[str, Any]]:
+    """Two Hugging Face folders, by PyTorch or bit by bit."""
+    from bridge.converters.hf_store import HfSource
+    from bridge.converters.parity import compare, pytorch
+
+    if checkpoint is None or reference is None:
+        raise CheckpointError("two folders are needed", hint="bridge verify FOLDER --engine hf --reference OTHER")
+    if exact:
+        with HfSource(checkpoint) as a, HfSource(reference) as b:
+            names = sorted(a.headers.keys() | b.headers.keys())
+            different = [name for name in names if a.headers.get(name) != b.headers.get(name) or not a.equals(b, name)]
+        return not different, {"ok": not different, "tensors": len(names), "different": different}
+    inputs = compare.probes(ModelSpec.from_folder(reference), tokens, reference)
+    first, exact_logits = pytorch.logits(reference, inputs, double=tolerance is None)
+    second, _ = pytorch.logits(checkpoint, inputs, double=False)
+    limit = tolerance if tolerance is not None else compare.tolerance_of(first, exact_logits)
+    report = compare.compare(inputs, first, second, limit)
+    return report.ok, report.to_json()
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    if "different" in result:
+        for name in result["different"]:
+            click.echo(f"different  {name}")
+        click.echo(
+            f"{'ok' if result['ok'] else 'FAILED'}: {len(result['different'])} of {result['tensors']} tensors differ"
+        )
+        return
+    shown = {key: value if value is not None else float("nan") for key, value in result.items()}
+    click.echo(f"max |Δlogit|     {shown['max_abs']:.3g}   (tolerance {shown['tolerance']:.3g})")
+    click.echo(f"KL               {shown['kl']:.3g} nats a token")
+    click.echo(f"top-1 agreement  {100 * shown['top1']:.2f} %")
+    click.echo(f"NLL              {shown['nll_reference']:.6f} PyTorch, {shown['nll_checkpoint']:.6f} checkpoint")
+    click.echo(f"tokens           {result['tokens']}, positions {result['positions']}")
+    click.echo("ok" if result["ok"] else "FAILED")
