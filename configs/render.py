@@ -17,7 +17,12 @@ def header(engine: str, version: str, *notes: str) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """One YAML value on one line. Text is always quoted as JSON, which YAML reads the same way."""
+    """One YAML value on one line. Text is always quoted as JSON, which YAML reads the same way.
+
+    MaxText reads its YAML with OmegaConf, which would take `${name}` in a text for a reference: it is escaped.
+    """
+    if isinstance(value, str):
+        value = value.replace("${", "\\${")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

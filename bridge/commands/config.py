@@ -9,6 +9,7 @@ import click
 from bridge.commands import common
 from bridge.commands.prepared import prepare
 from bridge.commands.workspace import Workspace
+from bridge.errors import OutputError
 from bridge.run_spec import METHODS
 
 
@@ -30,5 +31,8 @@ def command(engine: str | None, method: str | None, out: Path | None, run_name: 
     if out is None:
         click.echo(prepared.text, nl=False)
         return
-    out.write_text(prepared.text, encoding="utf-8")
+    try:
+        out.write_text(prepared.text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror}") from error
     common.say(f"written: {out}")

@@ -147,7 +147,8 @@ class _Job:
         from bridge.outputs import new_folder
 
         total = sum(move_bytes(move, self.source.headers) for move in self.moves)
-        with new_folder(final, overwrite=overwrite, needs_bytes=self.target_bytes) as folder:
+        needed = self.target_bytes
+        with new_folder(final, overwrite=overwrite, needs_bytes=needed, reads=[self.folder]) as folder:
             sink = TreeSink(folder / "0", self.table.item, compression)  # type: ignore[arg-type]
             with self.source, common.progress(f"convert to {self.engine}", total) as progress:
                 import_checkpoint(self.moves, self.model, self.source, sink, self.dtype, self.budget, progress)

@@ -118,7 +118,8 @@ def write(
     if not (found.hf / "config.json").is_file():
         raise CheckpointError(f"{found.hf} has no config.json", hint="--base DIR names the Hugging Face folder")
     total = sum(tensor.bytes for tensor in tensors.values())
-    with new_folder(final, overwrite=overwrite, needs_bytes=total) as folder:
+    reads = [found.chosen.item, found.hf]
+    with new_folder(final, overwrite=overwrite, needs_bytes=total, reads=reads) as folder:
         with HfSink(folder, tensors, shard_bytes) as sink, common.progress("export to hf", total) as progress:
             export_checkpoint(found.plan, found.model, source, sink, Budget(memory), progress)
         names = sidecar.copy_side_files(found.hf, folder)

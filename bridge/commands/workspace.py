@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge import run_spec, sidecar
+from bridge import outputs, run_spec, sidecar
 from bridge.errors import CheckpointError, SpecError
 from bridge.run_spec import RunSpec
 
@@ -138,7 +138,11 @@ def finished_steps(folder: Path) -> list[int]:
     """Steps of complete checkpoints in a folder, rising."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and _item(path) is not None)
+    return sorted(int(path.name) for path in folder.iterdir() if _is_step(path) and _item(path) is not None)
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.isascii() and path.name.isdigit() and len(path.name) < 19
 
 
 def _item(step: Path) -> Path | None:
@@ -151,13 +155,17 @@ def _item(step: Path) -> Path | None:
 
 def _inside(path: Path, step: int | None, reason: str) -> Chosen:
     """Find the tree in what the user named: a run, a checkpoint folder, a step, or the tree itself."""
+    if outputs.is_unfinished(path):
+        raise CheckpointError(f"{path} was never finished: what wrote it was stopped, or is still at work")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder")
+        left = [f"{part.name} was never finished" for part in outputs.unfinished(path)]
+        hint = "run the command that wrote it again: it cleans up first" if left else None
+        raise CheckpointError(f"{path} is not a folder", details=left, hint=hint)
     if (path / "_METADATA").is_file():
-        found = int(path.parent.name) if path.parent.name.isdigit() else None
+        found = int(path.parent.name) if _is_step(path.parent) else None
         return Chosen(path, _home(path), reason, found)
     if _item(path) is not None:
-        return Chosen(_item(path) or path, _home(path), reason, int(path.name) if path.name.isdigit() else None)
+        return Chosen(_item(path) or path, _home(path), reason, int(path.name) if _is_step(path) else None)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = finished_steps(folder)
     if not steps:

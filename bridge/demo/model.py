@@ -168,19 +168,15 @@ def clean_config(loaded: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_tokenizer(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json with what transformers' conversion of GGUF loses put back.
+    """tokenizer.json with the splitting that transformers' conversion of GGUF loses put back.
 
     The file names its pre-tokenizer `smollm`: every digit by itself, then GPT-2's splitting (llama.cpp,
-    llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM); transformers leaves the digits out. Its decoder is one for
-    SentencePiece, which turns U+2581 in a text into a space; a byte-level vocabulary needs only ByteLevel.
+    llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM); transformers 5.12 leaves the digits out, which shows where spaces
+    stand before a digit.
     """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}
-    return {
-        **tokenizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]},
-        "decoder": byte_level,
-    }
+    return {**tokenizer, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]}}
 
 
 def tokenizer_config(tokenizer: dict[str, Any]) -> dict[str, Any]:
