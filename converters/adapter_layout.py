@@ -19,7 +19,10 @@ from bridge.errors import CheckpointError, UnsupportedError
 from bridge.model_spec import ModelSpec
 
 RANK = "rank"
-ITEM = "model_params"
+# The folder of the tree inside a step. MaxText looks for rank and alpha in the step's metadata only beside `items`.
+ITEMS = {"tunix": "model_params", "maxtext": "items"}
+# What MaxText's own training loop saves beside the adapters.
+TRAINER_STATE = ("step", "opt_state", "nnx_aux")
 PEFT_PREFIX = "base_model.model."
 # Whether several axes become one axis of a factor.
 JOINED = {"tunix": False, "maxtext": True}
@@ -165,7 +168,7 @@ def measure(
         CheckpointError: no adapters at all; a factor or a layer that is missing; arrays that are no factors of this
             model; ranks that differ; shapes that do not fit. All are listed.
     """
-    found = {bare_name(path): tensor for path, tensor in leaves.items()}
+    found = {bare_name(path): tensor for path, tensor in leaves.items() if path[0] not in TRAINER_STATE}
     if not any(re.search(r"_lora_[ab]$", name) for name in found):
         raise CheckpointError(
             f"{where} holds no LoRA adapters, but {len(found)} other arrays",

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.converters.adapter_facts import TARGETS, AdapterFacts, facts_from_options
-from bridge.converters.adapter_layout import ITEM, RANK, FactorArray, bare_name, measure, plan_adapter
+from bridge.converters.adapter_facts import TARGETS, AdapterFacts, facts_from_options, recorded_by_engine
+from bridge.converters.adapter_layout import ITEMS, RANK, TRAINER_STATE, FactorArray, bare_name, measure, plan_adapter
 from bridge.converters.bits import Array, bits_dtype, export_block, import_block, numpy_dtype
 from bridge.converters.hf_store import SINGLE, HfSink, inside
 from bridge.converters.layout import Axes, Block, axes_of
@@ -28,7 +28,16 @@ from bridge.converters.plan import ITEM_BYTES, Tensor
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
-__all__ = ["TARGETS", "AdapterFacts", "export_peft", "facts_from_options", "import_peft", "measure_checkpoint"]
+__all__ = [
+    "ITEMS",
+    "TARGETS",
+    "AdapterFacts",
+    "export_peft",
+    "facts_from_options",
+    "import_peft",
+    "measure_checkpoint",
+    "recorded_by_engine",
+]
 
 ROUNDING = "bridge_rounding.safetensors"
 GROUP_BYTES = 64 << 20  # layers of a stacked array that are held at a time
@@ -57,7 +66,8 @@ class AdapterSource:
         facts_from_options(None, None, None, recorded=facts, measured=(rank, targets))
         self.arrays = plan_adapter(model, engine, scanned, facts.targets, facts.rank)
         self.axes = {**axes_of(model), RANK: facts.rank}
-        self._leaves = {bare_name(path): leaf for path, leaf in self._source.leaves.items()}
+        leaves = self._source.leaves.items()
+        self._leaves = {bare_name(path): leaf for path, leaf in leaves if path[0] not in TRAINER_STATE}
 
     def leaf(self, array: FactorArray) -> Leaf:
         """What the checkpoint says of an array."""
@@ -94,7 +104,7 @@ def export_peft(
     """Write a PEFT adapter folder from an engine's adapter checkpoint.
 
     Args:
-        checkpoint_item: the folder of the tree, `<step>/model_params`.
+        checkpoint_item: the folder of the tree, `<step>/model_params` (MaxText's own loop: `<step>/items`).
         facts: of the adapter; rank and targets must be what the arrays show.
         model: the base model.
         engine, scanned: how the checkpoint is laid out.
@@ -129,9 +139,10 @@ def export_peft(
 
 
 def import_peft(adapter: Path, model: ModelSpec, engine: str, scanned: bool, step_dir: Path) -> AdapterFacts:
-    """Write an engine's adapter checkpoint, `<step_dir>/model_params`, from a PEFT adapter folder.
+    """Write an engine's adapter checkpoint, `<step_dir>/<ITEMS[engine]>`, from a PEFT adapter folder.
 
-    Tunix's trainer restores it as its newest step; MaxText takes the item as `lora.lora_restore_path`.
+    Tunix's trainer restores it as its newest step; MaxText takes the item as `lora.lora_restore_path`, and refuses a
+    rank or an alpha that is not the recorded one.
 
     Args:
         adapter: a PEFT adapter folder.
@@ -152,7 +163,7 @@ def import_peft(adapter: Path, model: ModelSpec, engine: str, scanned: bool, ste
     check_tensors(arrays, source.headers, model, facts)
     axes = {**axes_of(model), RANK: facts.rank}
     rounding = _read_rounding(adapter)
-    sink = TreeSink(step_dir, ITEM)
+    sink = TreeSink(step_dir, ITEMS[engine])
     for array in arrays:
         _import_array(array, axes, source, sink, rounding)
     custom = {"lora": {"lora_rank": facts.rank, "lora_alpha": facts.alpha}, "scan_layers": scanned}

@@ -127,7 +127,7 @@ def _each_slab(
     visit: Callable[[Slab, bits.Array], None],
 ) -> None:
     def job(move: Move, slab: Slab) -> None:
-        visit(slab, np.asarray(tree.open(move.engine)[slab.region].read().result()))
+        visit(slab, np.asarray(tree.read(tree.open(move.engine), slab.region, move.engine)))
 
     jobs: list[Callable[[], None]] = []
     for move in moves:

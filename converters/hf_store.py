@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,16 +17,19 @@ from numpy.typing import NDArray
 
 from bridge.converters.plan import ITEM_BYTES, Tensor
 from bridge.errors import CheckpointError
-from bridge.model_spec import read_json
+from bridge.model_spec import read_json, unique
+from bridge.sidecar import inside as inside
 
 # safetensors/src/tensor.rs refuses headers above 100 MB.
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 NAMES = {value: key for key, value in DTYPES.items()}
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-WIDTHS |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1} | {key: ITEM_BYTES[value] for key, value in DTYPES.items()}
+WIDTHS |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+WIDTHS |= {key: ITEM_BYTES[value] for key, value in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_RANK = 16
 PIECE = 8 << 20
 """Elements compared at once."""
 
@@ -163,23 +165,6 @@ def _files_of(folder: Path) -> dict[Path, set[str] | None]:
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}", hint="is it a Hugging Face model folder?")
 
 
-def inside(folder: Path, name: str, where: Path) -> Path:
-    """The path of a plain file name in a folder; links may lead into the hub cache's own `blobs`, nowhere else.
-
-    Raises:
-        CheckpointError: the name has a folder in it, or the file is a link that leaves the folder.
-    """
-    if not name or name in (".", "..") or re.search(r"[/\\\0]", name):
-        raise CheckpointError(f"{where}: {name!r} is not a plain file name")
-    path = folder / name
-    if path.is_symlink():
-        target, home = path.resolve(), folder.resolve()
-        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-        if home not in target.parents and blobs not in target.parents:
-            raise CheckpointError(f"{where}: {name} is a link that leaves the folder ({target})")
-    return path
-
-
 def read_header(path: Path) -> dict[str, Stored]:
     """Parse and check one file's header; no byte of a tensor is read.
 
@@ -187,12 +172,14 @@ def read_header(path: Path) -> dict[str, Stored]:
         CheckpointError: the header is damaged, or the ranges it states do not fill the file exactly.
     """
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, or no file")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is truncated or no safetensors file: header of {length} in {size} bytes")
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header = json.loads(file.read(length), object_pairs_hook=unique)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -215,22 +202,23 @@ def read_header(path: Path) -> dict[str, Stored]:
     return stored
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
-
-
 def _entry(path: Path, name: str, value: Any, base: int) -> Stored:
     try:
-        dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, end)) and isinstance(dtype, str)
+        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: the entry of {name} is damaged: {error}") from error
-    if not sound or dtype not in WIDTHS or end - start != math.prod(shape) * WIDTHS[dtype]:
-        raise CheckpointError(f"{path}: {name} says dtype {dtype}, shape {shape}, bytes {start} to {end}: impossible")
-    return Stored(path, base + start, Tensor(shape, DTYPES.get(dtype, dtype)))
+    if not isinstance(dtype, str) or dtype not in WIDTHS:
+        raise CheckpointError(
+            f"{path}: {name} has dtype {str(dtype)[:40]}, which is not known here",
+            hint=f"supported: {', '.join(DTYPES)}; save the model in one of them",
+        )
+    # Bounded before they are multiplied: a product of a million large numbers takes for ever.
+    sound = isinstance(shape, list) and len(shape) <= MAX_RANK
+    sound = sound and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, end))
+    if not sound or end - start != math.prod(shape) * WIDTHS[dtype]:
+        stated = f"shape {str(shape)[:200]}, bytes {str(start)[:40]} to {str(end)[:40]}"
+        raise CheckpointError(f"{path}: {name} says dtype {dtype}, {stated}: impossible")
+    return Stored(path, base + start, Tensor(tuple(shape), DTYPES.get(dtype, dtype)))
 
 
 class HfSink:
@@ -242,9 +230,12 @@ class HfSink:
         self._stack = ExitStack()
         self._files: dict[Path, int] = {}
         shards = _split(tensors, max_shard_bytes)
-        for number, names in enumerate(shards, 1):
-            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._lay_out(folder / name, {key: tensors[key] for key in names})
+        with ExitStack() as opened:
+            opened.push(self._stack)
+            for number, names in enumerate(shards, 1):
+                name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                self._lay_out(folder / name, {key: tensors[key] for key in names})
+            opened.pop_all()
         if len(shards) > 1:
             total = sum(tensor.bytes for tensor in tensors.values())
             weight_map = {key: stored.file.name for key, stored in sorted(self.stored.items())}
@@ -266,7 +257,7 @@ class HfSink:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._files[path] = file
         self._stack.callback(os.close, file)
-        os.pwrite(file, len(text).to_bytes(8, "little") + text, 0)
+        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
         os.truncate(file, base + position)
 
     def __enter__(self) -> HfSink:
@@ -281,10 +272,13 @@ class HfSink:
         """Write contiguous `bits` from element `start` on."""
         stored = self.stored[name]
         view = memoryview(np.ascontiguousarray(bits)).cast("B")
-        position = stored.offset + start * ITEM_BYTES[stored.tensor.dtype]
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._files[stored.file], view[done:], position + done)
+        _write_all(self._files[stored.file], view, stored.offset + start * ITEM_BYTES[stored.tensor.dtype])
+
+
+def _write_all(file: int, view: memoryview, position: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(file, view[done:], position + done)
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.adapter_facts import AdapterFacts
-from bridge.converters.adapter_layout import FactorArray
+from bridge.converters.adapter_layout import Factor, FactorArray, plan_adapter
 from bridge.converters.adapters import AdapterSource
 from bridge.converters.bits import from_float32, to_float32
 from bridge.converters.hf_store import HfSink, HfSource
-from bridge.converters.nf4 import check_base, through_nf4
+from bridge.converters.nf4 import SMALLEST_SCALE, check_base, through_nf4
 from bridge.converters.plan import Tensor, check_hf, make_plan, table_for
 from bridge.errors import CheckpointError
 from bridge.model_spec import FLOAT_DTYPES, ModelSpec
@@ -39,12 +39,15 @@ class MergeReport:
 
     merged: int
     """Tensors that the adapter changed."""
+    requantized: int
+    """Tensors without an adapter whose values are those that NF4 left of them."""
     copied: int
     """Tensors that were only copied."""
     base: MergeBase | None
     """For a quantized base: the one that was merged into. None where the base was not quantized."""
     differences: dict[str, float] = field(default_factory=dict)
-    """For a quantized base, by tensor: max |dequantized - original|, what the other choice would differ by."""
+    """For a quantized base, by tensor: max |dequantized - original|, what the other choice would differ by. Empty where
+    the base is merged into as it is and its quantization cannot be rebuilt (float16)."""
 
     @property
     def max_difference(self) -> float:
@@ -72,11 +75,11 @@ class Quantized:
 
 @dataclass(frozen=True)
 class _Task:
-    """One adapted tensor: its factors in float32, and how its base was quantized."""
+    """One tensor that is not only copied: its factors in float32, if any, and how its base was quantized."""
 
     name: str
-    a: Floats
-    b: Floats
+    factors: tuple[Floats, Floats] | None
+    """A (rank, in) and B (out, rank)."""
     scale: float
     quantized: Quantized | None
     merge_base: MergeBase
@@ -122,18 +125,20 @@ def export_merged(
         kept = {name: tensor for name, tensor in source.headers.items() if name not in left_out}
         tensors = {n: Tensor(t.shape, t.dtype if dtype == "source" else dtype) for n, t in kept.items()}
         differences: dict[str, float] = {}
-        adapted: set[str] = set()
+        done: dict[str, bool] = {}
         with HfSink(out, tensors, max_shard_bytes) as sink, concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-            for task in _tasks(adapter, facts, model, source, merge_base):
+            for task in _tasks(adapter, facts, model, engine, scanned, source, merge_base):
                 worst = list(pool.map(_Rows(task.name, source, sink, task), _blocks(tensors[task.name].shape)))
-                adapted.add(task.name)
+                done[task.name] = task.factors is not None
                 if task.quantized is not None:
                     differences[task.name] = max(worst)
-            for name in tensors.keys() - adapted:
+            for name in tensors.keys() - done.keys():
                 list(pool.map(_Rows(name, source, sink, None), _blocks(tensors[name].shape)))
+    merged = sum(done.values())
     return MergeReport(
-        merged=len(adapted),
-        copied=len(tensors) - len(adapted),
+        merged=merged,
+        requantized=len(done) - merged if merge_base == "dequantized" else 0,
+        copied=len(tensors) - (merged if merge_base == "original" else len(done)),
         base=merge_base if facts.quantization else None,
         differences=differences,
     )
@@ -170,8 +175,10 @@ class _Rows:
             difference = float(np.abs(values - original).max(initial=0.0))
             if task.merge_base == "original":
                 values = original
-        merged = merged_rows(values, task.b[rows.start : rows.stop], task.a, task.scale)
-        self.sink.write(self.name, rows.start * width, from_float32(merged.reshape(-1), target))
+        if task.factors is not None:
+            a, b = task.factors
+            values = merged_rows(values, b[rows.start : rows.stop], a, task.scale)
+        self.sink.write(self.name, rows.start * width, from_float32(values.reshape(-1), target))
         return difference
 
 
@@ -192,20 +199,38 @@ def _blocks(shape: tuple[int, ...]) -> list[range]:
 
 
 def _tasks(
-    adapter: AdapterSource, facts: AdapterFacts, model: ModelSpec, source: HfSource, merge_base: MergeBase
+    adapter: AdapterSource,
+    facts: AdapterFacts,
+    model: ModelSpec,
+    engine: str,
+    scanned: bool,
+    source: HfSource,
+    merge_base: MergeBase,
 ) -> Iterator[_Task]:
-    """Every adapted tensor with its factors, one at a time."""
+    """Every tensor that is adapted or was quantized, with its factors, one at a time."""
+
+    def task(name: str, b: FactorArray, factors: tuple[Floats, Floats] | None) -> _Task:
+        stored = source.stored[name].tensor
+        quantized = quantized_as(b.factor, facts, model, stored.dtype)
+        if merge_base == "original" and quantized is not None and quantized.dtype not in SMALLEST_SCALE:
+            quantized = None  # nothing to compare with
+        if quantized is not None:
+            check_base(name, stored.shape[1], quantized.dtype, quantized.tile, quantized.shared)
+        return _Task(name, factors, facts.scale, quantized, merge_base)
+
     by_target: dict[str, dict[str, list[FactorArray]]] = {target: {"A": [], "B": []} for target in facts.targets}
     for array in adapter.arrays:
         by_target[array.factor.target][array.factor.letter].append(array)
     for arrays in by_target.values():
         a_layers = (layer for array in arrays["A"] for layer in _peft_layers(adapter, array))
         b_layers = (layer for array in arrays["B"] for layer in _peft_layers(adapter, array))
-        for (name, a, _), (_, b, factor) in zip(a_layers, b_layers, strict=True):
-            quantized = quantized_as(factor, facts, model, source.headers[name].dtype)
-            if quantized is not None:
-                check_base(name, a.shape[1], quantized.dtype, quantized.tile, quantized.shared)
-            yield _Task(name, a, b, facts.scale, quantized, merge_base)
+        for (name, a, _), (_, b, array) in zip(a_layers, b_layers, strict=True):
+            yield task(name, array, (a, b))
+    others = tuple(target for target in facts.held_in_nf4 if target not in facts.targets)
+    for array in plan_adapter(model, engine, scanned, others, facts.rank):
+        if array.factor.letter == "B":
+            for layer in array.layers:
+                yield task(array.weight(layer), array, None)
 
 
 def _peft_layers(adapter: AdapterSource, array: FactorArray) -> Iterator[tuple[str, Floats, FactorArray]]:
@@ -214,7 +239,7 @@ def _peft_layers(adapter: AdapterSource, array: FactorArray) -> Iterator[tuple[s
         yield array.weight(layer), to_float32(adapter.to_peft(array, bits), dtype).reshape(shape), array
 
 
-def quantized_as(b: FactorArray, facts: AdapterFacts, model: ModelSpec, base_dtype: str) -> Quantized | None:
+def quantized_as(b: Factor, facts: AdapterFacts, model: ModelSpec, base_dtype: str) -> Quantized | None:
     """How the engine held the base of a target; None where it was not quantized.
 
     qwix tiles the last axis that a product sums over and shares the scales along the others: the output projection
@@ -222,11 +247,11 @@ def quantized_as(b: FactorArray, facts: AdapterFacts, model: ModelSpec, base_dty
 
     Args:
         b: the target's factor B, which is scaled as the weight is.
-        facts: of the adapter; only targets are quantized.
+        facts: of the adapter.
         model: gives the number of heads.
         base_dtype: of the tensor in the base's file, taken where the facts do not say another.
     """
-    if facts.quantization is None or facts.tile_size is None:
+    if b.target not in facts.held_in_nf4 or facts.tile_size is None:
         return None
-    shared = model.heads if b.factor.target == "o" else 1
-    return Quantized(facts.base_dtype or base_dtype, facts.tile_size, shared, b.factor.scale)
+    shared = model.heads if b.target == "o" else 1
+    return Quantized(facts.base_dtype or base_dtype, facts.tile_size, shared, b.scale)

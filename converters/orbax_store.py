@@ -9,12 +9,19 @@ _src/serialization/tensorstore_utils.py, 0.12.8.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bridge.converters.plan import Tensor
 from bridge.errors import CheckpointError
@@ -26,6 +33,10 @@ Path_ = tuple[str, ...]
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 TREE, STEP = "_METADATA", "_CHECKPOINT_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
+# What TensorStore raises for what it finds in files.
+FAULTS = (ValueError, IndexError, NotImplementedError, OSError, RuntimeError)
+DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
+Region = tuple[slice, ...]
 
 
 def context(cache_bytes: int = 0) -> Any:
@@ -84,12 +95,22 @@ class TreeSink:
             "store_data_equal_to_fill_value": True,
         }
         self._paths.append(path)
-        return ts.open(spec, create=True, open=False, context=self._context).result()
+        with _as_os_error(str(self.folder)):
+            return ts.open(spec, create=True, open=False, context=self._context).result()
+
+    def write(self, array: Any, region: Region, values: NDArray[Any]) -> None:
+        """Write whole chunks of an array that `create` gave; `values` must not change afterwards.
+
+        Raises:
+            OSError: as TensorStore reports it: disk full, no permission ...
+        """
+        with _as_os_error(str(self.folder)):
+            array[region].write(values, can_reference_source_data_indefinitely=True).result()
 
     def scalars(self, paths: Sequence[Path_]) -> None:
         """Scalars that are no weights (`step`), as int64 zeros."""
         for path in paths:
-            self.create(path, (), "int64", (), ()).write(0).result()
+            self.write(self.create(path, (), "int64", (), ()), (), np.zeros((), "int64"))
 
     def finish(self, custom: dict[str, Any]) -> None:
         """Write the metadata of the tree and of the step."""
@@ -147,6 +168,19 @@ class TreeSource:
         """
         return _open(self.leaves[path].spec, self._context, self.folder, path)
 
+    def read(self, array: Any, region: Region, path: Path_) -> NDArray[Any]:
+        """The values of a region of an array that `open` gave.
+
+        Raises:
+            CheckpointError: its files are missing, truncated or damaged.
+        """
+        try:
+            values: NDArray[Any] = array[region].read().result()
+        except FAULTS as error:
+            name = ".".join(path)
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_reason(error)}", hint=DAMAGED) from error
+        return values
+
 
 def tree_paths(folder: Path) -> list[Path_]:
     """The paths of every array in a tree, by its metadata alone. Empty nodes are left out.
@@ -165,12 +199,19 @@ def _entries(folder: Path) -> list[tuple[Path_, dict[str, Any]]]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{folder / TREE} has no tree_metadata")
     found = []
+    names: set[str] = set()
     for name, entry in entries.items():
         try:
             path = tuple(str(part["key"]) for part in entry["key_metadata"])
             kind = entry["value_metadata"]["value_type"]
         except (TypeError, KeyError) as error:
             raise CheckpointError(f"{folder / TREE}: the entry {name} is damaged") from error
+        joined = ".".join(path)
+        if re.search(r"[/\\\0]", joined) or ".." in path:
+            raise CheckpointError(f"{folder / TREE}: the entry {name} leaves the folder")
+        if joined in names:
+            raise CheckpointError(f"{folder / TREE}: {joined} is there twice")
+        names.add(joined)
         if kind not in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState") and path:
             found.append((path, metadata))
     if not found:
@@ -191,18 +232,25 @@ def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -
             missing.append(error.message)
             continue
         chunk = tuple(array.chunk_layout.write_chunk.shape or ())
+        if any(part > max(size, 1) for part, size in zip(chunk, array.shape, strict=False)):
+            missing.append(f"{'.'.join(path)} is stored in chunks of {chunk}, larger than its shape {array.shape}")
+            continue
         leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
     if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing)
+        raise CheckpointError(
+            f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing, hint=DAMAGED
+        )
     return leaves
 
 
 def _leaf_spec(folder: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
+    # A chunk that is not there reads as zeros by default: right only where zeros were left out when it was written.
+    spec["fill_missing_data_reads"] = metadata.get("store_array_data_equal_to_fill_value") is not True
     if (folder / "manifest.ocdbt").exists():
         base = {"driver": "file", "path": f"{folder}/"}
-        return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    return {"driver": driver, "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
+        return {**spec, "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return {**spec, "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
 
 
 def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> Any:
@@ -210,6 +258,22 @@ def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> A
 
     try:
         return ts.open(spec, open=True, create=False, context=ts_context).result()
-    except ValueError as error:
-        reason = str(error).split("[source", 1)[0].strip()
-        raise CheckpointError(f"{folder}: {'.'.join(path)} cannot be opened: {reason[:300]}") from error
+    except FAULTS as error:
+        raise CheckpointError(f"{folder}: {'.'.join(path)} cannot be opened: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """TensorStore's text without the places in its own sources."""
+    return str(error).split("[source", 1)[0].strip()[:300]
+
+
+@contextlib.contextmanager
+def _as_os_error(name: str) -> Iterator[None]:
+    """TensorStore raises a ValueError with the operating system's text in it: give the OSError back."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        for code in errno.errorcode:
+            if f": {os.strerror(code)}" in str(error) or f"errno={errno.errorcode[code]}" in str(error):
+                raise OSError(code, os.strerror(code), name) from error
+        raise

@@ -96,9 +96,7 @@ def check_hf(plan: tuple[Move, ...], headers: Mapping[str, Tensor], table: Table
         name for name in headers if name not in needed and any(re.fullmatch(pattern, name) for pattern in table.ignored)
     ]
     problems = _compare(needed, {k: v for k, v in headers.items() if k not in left_out})
-    for name in needed:
-        if name in headers and headers[name].dtype not in ITEM_BYTES:
-            problems.append(f"dtype        {name}  {headers[name].dtype} (supported: {', '.join(ITEM_BYTES)})")
+    problems += _kinds(needed, headers)
     _raise(problems, f"{where} does not match its config.json", len(needed))
     return left_out
 
@@ -107,11 +105,11 @@ def check_engine(plan: tuple[Move, ...], headers: Mapping[tuple[str, ...], Tenso
     """Compare a plan with the arrays of an engine checkpoint, names both ways.
 
     Raises:
-        CheckpointError: missing, unexpected or wrongly shaped arrays, all listed.
+        CheckpointError: missing, unexpected, wrongly shaped or unsupported arrays, all listed.
     """
     needed = {move.name: move.engine_shape for move in plan}
     found = {".".join(path): tensor for path, tensor in headers.items()}
-    _raise(_compare(needed, found), f"{where} does not match the model", len(needed))
+    _raise([*_compare(needed, found), *_kinds(needed, found)], f"{where} does not match the model", len(needed))
 
 
 def _compare(needed: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
@@ -123,6 +121,14 @@ def _compare(needed: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor])
         if name in found and found[name].shape != shape
     ]
     return problems
+
+
+def _kinds(needed: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"dtype        {name}  {found[name].dtype} (supported: {', '.join(ITEM_BYTES)})"
+        for name in needed
+        if name in found and found[name].dtype not in ITEM_BYTES
+    ]
 
 
 def _raise(problems: list[str], text: str, total: int) -> None:

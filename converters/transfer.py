@@ -154,7 +154,7 @@ def import_checkpoint(
 
     def write(array: Any, slab: Slab) -> None:
         values = slab.from_hf(source, progress).view(bits.numpy_dtype(slab.engine_dtype))
-        array[slab.region].write(values, can_reference_source_data_indefinitely=True).result()
+        sink.write(array, slab.region, values)
 
     jobs: list[Callable[[], None]] = []
     for move in plan:
@@ -188,7 +188,7 @@ def export_checkpoint(
     kinds = {name: stored.tensor.dtype for name, stored in sink.stored.items()}
 
     def write(array: Any, slab: Slab) -> None:
-        for name, start, moved in slab.to_hf(array[slab.region].read().result(), kinds):
+        for name, start, moved in slab.to_hf(source.read(array, slab.region, slab.move.engine), kinds):
             sink.write(name, start, moved)
             progress(moved.nbytes)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
 from bridge.errors import BridgeError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("model", required=False)
+@click.option(
+    "--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder of the model, for a PEFT adapter."
+)
 @click.option("--to", "engine", type=click.Choice(["maxtext", "tunix"]), help="Default: the spec's engine.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: checkpoints/<engine> in the workdir.")
 @click.option(
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 @common.dry_run_option
 def command(
     model: str | None,
+    base: Path | None,
     engine: str | None,
     out: Path | None,
     dtype: str,
@@ -57,13 +62,22 @@ def command(
 ) -> None:
     """Convert a Hugging Face folder into an engine's checkpoint, on the CPU, in bounded memory.
 
-    MODEL is a local folder or a hub id; default: model.source of the spec. Values are kept bit for bit.
+    MODEL is a local folder or a hub id; default: model.source of the spec. Values are kept bit for bit. A PEFT adapter
+    folder, with its --base, becomes the engine's adapter checkpoint.
     """
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
     engine = engine or (workspace.run.engine if workspace else None)
     if engine is None:
         raise BridgeError("to which engine?", hint="--to maxtext or --to tunix, or a spec")
+    if model is not None and (Path(model) / "adapter_config.json").is_file():
+        if out is None:
+            raise BridgeError("where to?", hint="--out DIR names the adapter's checkpoint")
+        folder = base or (workspace.model_folder() if workspace else None)
+        if folder is None:
+            raise BridgeError("which base model has the adapter?", hint="--base DIR names its Hugging Face folder")
+        adapters.convert_adapter(Path(model), folder, engine, not unscanned, out, overwrite)
+        return
     folder, origin, revision = _source(model, workspace)
     if out is None and workspace is None:
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")

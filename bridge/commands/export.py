@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bridge import sidecar
+from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
 from bridge.errors import BridgeError, CheckpointError, UnsupportedError
@@ -23,11 +24,23 @@ if TYPE_CHECKING:
     epilog=common.examples("bridge export --to hf", "bridge export --to hf runs/maxtext-sft --step 50 --out final")
 )
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
-@click.option("--to", "form", type=click.Choice(["hf"]), default="hf", show_default=True)
+@click.option("--to", "form", type=click.Choice(["hf", "peft"]), default="hf", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Default: export/<form> in the workdir.")
 @click.option(
-    "--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder, for a checkpoint without bridge.json."
+    "--base",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="HF folder of the model: for a checkpoint without bridge.json, and to merge an adapter into.",
 )
+@click.option(
+    "--merge-base",
+    type=click.Choice(["dequantized", "original"]),
+    default="dequantized",
+    show_default=True,
+    help="Of a QLoRA adapter: the base it was trained on, or the one before its quantization (another model).",
+)
+@click.option("--rank", type=int, help="Of an adapter without bridge.json.")
+@click.option("--alpha", type=float, help="Of an adapter without bridge.json.")
+@click.option("--targets", help="Of an adapter without bridge.json: q,k,v,o,gate,up,down.")
 @click.option(
     "--dtype",
     type=click.Choice(["source", "bfloat16", "float16", "float32"]),
@@ -46,6 +59,10 @@ def command(
     form: str,
     out: Path | None,
     base: Path | None,
+    merge_base: str,
+    rank: int | None,
+    alpha: float | None,
+    targets: str | None,
     dtype: str,
     max_shard_size: str,
     memory: str,
@@ -54,7 +71,9 @@ def command(
     overwrite: bool,
     dry_run: bool,
 ) -> None:
-    """Turn a checkpoint back into a complete Hugging Face folder.
+    """Turn a checkpoint back into a complete Hugging Face folder, or an adapter into a PEFT folder.
+
+    An adapter is merged into its base with --to hf.
 
     CHECKPOINT is a run, a step or a checkpoint folder; default: the newest run of the spec.
     """
@@ -65,9 +84,19 @@ def command(
     if out is None and workspace is None:
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
     final = out if out is not None else workspace.export(form)  # type: ignore[union-attr]
-    if found.tree.adapters:
-        raise UnsupportedError(f"{found.chosen.item} holds adapters, not full weights")
     shard_bytes, budget = common.parse_size(max_shard_size), common.parse_size(memory)
+    if found.tree.adapters:
+        facts = adapters.Options(rank, alpha, targets).facts(found)
+        folder = adapters.base_folder(found, facts, base, workspace) if form == "hf" else None
+        if dry_run:
+            click.echo(f"adapter of rank {facts.rank}, alpha {facts.alpha:g} on {', '.join(facts.targets)}: {final}")
+        elif folder is None:
+            adapters.write_peft(found, facts, final, overwrite)
+        else:
+            adapters.write_merged(found, facts, folder, final, dtype, shard_bytes, merge_base, overwrite)
+        return
+    if form == "peft":
+        raise UnsupportedError(f"{found.chosen.item} holds full weights, no adapter", hint="bridge export --to hf")
     tensors = target_tensors(found, dtype)
     if dry_run:
         show(found, tensors, final)

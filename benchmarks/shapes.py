@@ -1,0 +1,61 @@
+"""Model folders of known shapes with random or absent (sparse) weights, for benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from bridge.converters.hf_store import HfSink
+from bridge.converters.plan import Tensor, make_plan, table_for
+from bridge.model_spec import ModelSpec, RopeScaling
+
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+FACTS = {"rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-5, "context": 131072, "dtype": "bfloat16"}
+SHAPES = {
+    "tiny": ModelSpec(4, 256, 8, 2, 32, 768, 2048, False, **FACTS),
+    "1b": ModelSpec(16, 2048, 32, 8, 64, 8192, 128256, True, **FACTS),
+    "8b": ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, **FACTS),
+    "70b": ModelSpec(80, 8192, 64, 8, 128, 28672, 128256, False, **FACTS),
+    "405b": ModelSpec(126, 16384, 128, 8, 128, 53248, 128256, False, **FACTS),
+}
+SHARD_BYTES = 5_000_000_000
+PIECE = 16 << 20
+
+
+def config_of(model: ModelSpec) -> dict[str, object]:
+    """The config.json of a shape."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab,
+        "hidden_size": model.embed,
+        "intermediate_size": model.mlp,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied,
+        "max_position_embeddings": model.context,
+        "torch_dtype": model.dtype,
+        **model.rope_config(),
+    }
+
+
+def write(folder: Path, name: str, *, sparse: bool = False) -> Path:
+    """Write a shape as a Hugging Face folder: random bfloat16 around 0.02, or holes that read as zeros."""
+    model = SHAPES[name]
+    folder.mkdir(parents=True)
+    plan = make_plan(table_for(model, "maxtext"), model)
+    tensors = {name: Tensor(move.hf_shape, "bfloat16") for move in plan for name in move.hf}
+    piece = np.random.default_rng(0).normal(0, 0.02, PIECE).astype(np.float32)
+    values = (piece.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    with HfSink(folder, tensors, SHARD_BYTES) as sink:
+        for number, (tensor_name, tensor) in enumerate(tensors.items()):
+            count = int(np.prod(tensor.shape))
+            for start in range(0, 0 if sparse else count, PIECE):
+                sink.write(tensor_name, start, np.roll(values, number)[: min(PIECE, count - start)])
+    (folder / "config.json").write_text(json.dumps(config_of(model), indent=2))
+    return folder

@@ -1,0 +1,172 @@
+"""Adapters as `export` and `convert` see them: facts from `bridge.json` or options, PEFT folders, merged folders."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge import sidecar
+from bridge.commands import common
+from bridge.errors import CheckpointError
+from bridge.model_spec import ModelSpec, read_json
+from bridge.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from bridge.commands.checkpoint import Checkpoint
+    from bridge.commands.workspace import Workspace
+    from bridge.converters.adapter_facts import AdapterFacts
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may say of an adapter; for one with a `bridge.json` it must agree with that."""
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: str | None = None
+
+    def facts(self, found: Checkpoint) -> AdapterFacts:
+        """The adapter's facts.
+
+        Raises:
+            CheckpointError: alpha is nowhere, or two sources disagree.
+        """
+        from bridge.converters.adapter_facts import AdapterFacts, facts_from_options, recorded_by_engine
+        from bridge.converters.adapters import measure_checkpoint
+
+        recorded = found.facts.adapter if found.facts else None
+        return facts_from_options(
+            self.rank,
+            self.alpha,
+            [part.strip() for part in self.targets.split(",")] if self.targets else None,
+            recorded=AdapterFacts.from_json(recorded) if recorded else None,
+            measured=measure_checkpoint(found.chosen.item, found.model, found.engine, found.tree.scanned),
+            engine=recorded_by_engine(found.chosen.item),
+        )
+
+
+def base_folder(found: Checkpoint, facts: AdapterFacts, base: Path | None, workspace: Workspace | None) -> Path:
+    """The Hugging Face folder of the base model.
+
+    Raises:
+        CheckpointError: it is not at hand.
+    """
+    origin = facts.base or (str(found.facts.source.get("origin")) if found.facts else "")
+    if base is not None:
+        return base
+    if origin and Path(origin).is_dir():
+        return Path(origin)
+    if workspace is not None:
+        return workspace.model_folder()
+    raise CheckpointError(f"the base model {origin or ''} is not at hand", hint="--base DIR names its folder")
+
+
+def write_peft(found: Checkpoint, facts: AdapterFacts, final: Path, overwrite: bool) -> None:
+    """A PEFT adapter folder, with the tokenizer and a `bridge.json` that notes the quantization."""
+    from bridge.converters.adapters import export_peft
+    from bridge.outputs import new_folder
+
+    with new_folder(final, overwrite=overwrite) as folder:
+        export_peft(found.chosen.item, facts, found.model, found.engine, found.tree.scanned, folder)
+        names = [name for name in sidecar.copy_side_files(found.hf, folder) if name != "config.json"]
+        (folder / "config.json").unlink(missing_ok=True)
+        described(found, facts).write(folder)
+    common.say(f"adapter of rank {facts.rank}, alpha {facts.alpha:g} and {', '.join(names)} in {final.absolute()}")
+
+
+def described(found: Checkpoint, facts: AdapterFacts) -> sidecar.Sidecar:
+    """The sidecar of an exported adapter."""
+    known = found.facts or sidecar.Sidecar(engine=found.engine, model=found.model, scanned=found.tree.scanned)
+    return replace(known, adapter=facts.to_json())
+
+
+def write_merged(
+    found: Checkpoint,
+    facts: AdapterFacts,
+    base: Path,
+    final: Path,
+    dtype: str,
+    shard_bytes: int,
+    merge_base: str,
+    overwrite: bool,
+) -> None:
+    """A Hugging Face folder with the adapter merged into its base, summed in float32 and rounded once."""
+    from bridge.commands.export import hf_config
+    from bridge.converters.hf_store import read_headers
+    from bridge.converters.merge import export_merged
+    from bridge.outputs import new_folder
+
+    if ModelSpec.from_folder(base) != found.model:
+        raise CheckpointError(f"{base} is another model than the adapter's base", details=[f"{found.chosen.item}"])
+    total = sum(stored.tensor.bytes for stored in read_headers(base).values())
+    with new_folder(final, overwrite=overwrite, needs_bytes=total) as folder:
+        report = export_merged(
+            found.chosen.item,
+            base,
+            facts,
+            found.model,
+            found.engine,
+            found.tree.scanned,
+            folder,
+            dtype,
+            shard_bytes,
+            merge_base,  # type: ignore[arg-type]
+        )
+        names = sidecar.copy_side_files(base, folder)
+        for name in sidecar.copy_side_files(found.hf, folder):
+            names = [*names, *([] if name in names else [name])]
+        kept = found.model.dtype if dtype == "source" else dtype
+        config = hf_config(read_json(base / "config.json"), found, kept)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    common.say(f"{report.merged} tensors merged, {report.copied} copied; {', '.join(names)} in {final.absolute()}")
+    if report.base is not None and report.differences:
+        other = "original" if report.base == "dequantized" else "dequantized"
+        common.say(
+            f"merged into the {report.base} base; the {other} one differs by up to {report.max_difference:.3g} a weight"
+        )
+
+
+def convert_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final: Path, overwrite: bool) -> None:
+    """A PEFT adapter folder as an engine's adapter checkpoint."""
+    from bridge.converters.adapters import import_peft
+    from bridge.outputs import new_folder
+
+    model = ModelSpec.from_folder(base)
+    with new_folder(final, overwrite=overwrite) as folder:
+        facts = import_peft(adapter, model, engine, scanned, folder / "0")
+        sidecar.Sidecar(
+            engine=engine,
+            model=model,
+            scanned=scanned,
+            method="lora" if facts.quantization is None else "qlora",
+            source={"origin": str(base.absolute()), "adapter": str(adapter.absolute())},
+            adapter={**facts.to_json(), "base": str(base.absolute())},
+        ).write(folder)
+        sidecar.copy_side_files(base, folder / sidecar.HF)
+    common.say(f"adapter of rank {facts.rank}, alpha {facts.alpha:g} in {final.absolute()}")
+
+
+def of_run(run: RunSpec, engine: str, base: str) -> dict[str, Any] | None:
+    """What `bridge.json` says of the adapter that a run trains; None for full training.
+
+    Tunix's QLoRA holds all seven projections in NF4, whatever the targets, and its scales in the base's dtype.
+    """
+    from bridge.converters.adapter_facts import TARGETS, AdapterFacts, sort_targets
+
+    method = run.train.method
+    if method not in ("lora", "qlora") and not (engine == "tunix" and run.tunix.get("lora")):
+        return None
+    quantized = method == "qlora"
+    dtype = "bfloat16" if run.train.weight_dtype == "auto" else run.train.weight_dtype
+    return AdapterFacts(
+        rank=run.lora.rank,
+        alpha=run.lora.alpha,
+        targets=tuple(sort_targets(run.lora.targets)),
+        quantization="nf4" if quantized else None,
+        tile_size=run.lora.tile_size if quantized else None,
+        base=base,
+        base_dtype=dtype if quantized else None,
+        quantized=TARGETS if quantized and engine == "tunix" else None,
+    ).to_json()
