@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bridge.commands import common
 from bridge.commands.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -19,19 +20,14 @@ if TYPE_CHECKING:
 
     from bridge.launchers.data import Encoded, Pairs, Rows
 
-EXAMPLES = """\b
-Examples:
-  bridge data
-  bridge data --spec bridge.yaml --show 1 --json
-"""
 REPORT_EVERY = 10_000
 
 
-@click.command("data", epilog=EXAMPLES)
-@click.option("--spec", type=click.Path(path_type=Path), help="The spec.  [default: bridge.yaml]")
+@click.command(epilog=common.examples("bridge data", "bridge data --show 1 --json"))
+@common.spec_option
 @click.option("--show", type=click.IntRange(min=0), default=2, show_default=True, help="Examples to show of each set.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def data(spec: Path | None, show: int, as_json: bool) -> None:
+@common.json_option
+def command(spec: Path | None, show: int, as_json: bool) -> None:
     """Show text, ids and loss mask of the examples, and count those cut and dropped.
 
     What is learnt stands in ⟦ ⟧, and in green on a terminal. The ids are those of the tokenizer's own chat template.
@@ -55,7 +51,7 @@ def data(spec: Path | None, show: int, as_json: bool) -> None:
 
 def _progress(split: str, read: int) -> None:
     if read % REPORT_EVERY == 0:
-        click.echo(f"{split}: {read} examples read", err=True)
+        common.say(f"{split}: {read} examples read")
 
 
 def _summary(prepared: Rows | Pairs) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _answers(out: Path, when: str, folder: Path) -> dict[str, list[str]]:
     known: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if when not in known or when == "after":
         common.say(f"\nanswers {when} training (PyTorch, greedy) ...")
-        known[when] = answer(folder, flow.PROMPTS)
+        known[when] = answer(folder, flow.PROMPTS, max_new_tokens=40)
         path.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return known
 

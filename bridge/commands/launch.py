@@ -6,29 +6,28 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from bridge import engine_fixes, sidecar
-from bridge.commands import common
+from bridge.commands import adapter as adapters
+from bridge.commands import common, placing, running
 from bridge.commands.prepared import Prepared, prepare, require_converted
 from bridge.commands.workspace import Workspace, finished_steps
 from bridge.errors import LaunchError, OutputError, SpecError
+from bridge.launchers.plan import DEVICE_COUNT_FLAG, Launch
 from bridge.run_spec import METHODS
-
-if TYPE_CHECKING:
-    from bridge.launchers.plan import Launch
 
 # Adam's two moments beside the weights, all in float32 for full training.
 FULL_STATE_COPIES = 3
-LOGS = "logs"
+LAUNCHERS = ("local", "ssh", "slurm", "jobset")
 
 
 @click.command(
     epilog=common.examples(
-        "bridge launch sft --engine maxtext", "bridge launch sft train.steps=20 --run short --dry-run"
+        "bridge launch sft --engine maxtext", "bridge launch sft train.steps=20 --processes 2 --run short --dry-run"
     )
 )
 @click.argument("method", type=click.Choice(METHODS))
@@ -36,6 +35,11 @@ LOGS = "logs"
 @common.engine_option
 @click.option("--run", "run_name", help="Name of the run; default: <engine>-<method>.")
 @click.option("--resume", is_flag=True, help="Go on with a run from its newest checkpoint.")
+@click.option("--launcher", type=click.Choice(LAUNCHERS), help="Where the processes run; default: the spec's.")
+@click.option("--nodes", type=int, help="Hosts.")
+@click.option("--processes", type=int, help="Engine processes a host.")
+@click.option("--devices", type=int, help="Devices a host, shared out among its processes.")
+@click.option("--hosts", help="For ssh: names with commas, or a file with one a line; the first coordinates.")
 @click.option("--verbose", is_flag=True, help="Show the engine's own output too.")
 @common.spec_option
 @common.dry_run_option
@@ -45,12 +49,18 @@ def command(
     engine: str | None,
     run_name: str | None,
     resume: bool,
+    launcher: str | None,
+    nodes: int | None,
+    processes: int | None,
+    devices: int | None,
+    hosts: str | None,
     verbose: bool,
     spec: Path | None,
     dry_run: bool,
 ) -> None:
     """Train with METHOD, from the converted checkpoint. KEY=VALUE overrides the spec (train.steps=5)."""
-    workspace = Workspace.open(spec, overrides)
+    options = placing.overrides(launcher, nodes, processes, devices, hosts)
+    workspace = Workspace.open(spec, (*overrides, *options))
     prepared = prepare(workspace, engine or workspace.run.engine, method, run_name)
     if not prepared.run.data.train:
         raise SpecError("data.train names no data", hint="a .jsonl or .parquet file, or a hub data set id")
@@ -60,27 +70,47 @@ def command(
         return
     facts = require_converted(prepared)
     engine_fixes.require_tested(prepared.engine)
-    check_disk(prepared)
-    begin(prepared, facts, resume)
+    check_settings(prepared, plan)
+    if prepared.placed.first:
+        check_disk(prepared)
+        begin(prepared, facts, resume)
     follow(prepared, plan, verbose)
 
 
 def plan_launch(prepared: Prepared) -> tuple[Launch, ...]:
-    """The processes of a run."""
+    """The processes of a run, those of other hosts included."""
     import importlib
 
     engine = importlib.import_module(f"bridge.launchers.{prepared.engine}")
-    plan: tuple[Launch, ...] = engine.plan_launch(
-        prepared.run, str(prepared.run_dir), prepared.hardware, sys.executable
-    )
+    placed = prepared.placed
+    plan: tuple[Launch, ...] = engine.plan_launch(prepared.run, placed.cluster, placed.site)
     return plan
+
+
+def check_settings(prepared: Prepared, plan: Sequence[Launch]) -> None:
+    """Check what XLA would end the processes for, before any is started.
+
+    Raises:
+        LaunchError: memory settings that exclude each other, or flags that XLA does not know.
+    """
+    from bridge.launchers import xla_flags
+
+    here = os.environ if prepared.placed.cluster.launcher == "local" else {}
+    xla_flags.check_memory({**here, **plan[0].env})
+    flags = plan[0].env.get("XLA_FLAGS", "").split()
+    xla_flags.check_flags(" ".join(flag for flag in flags if not flag.startswith(f"{DEVICE_COUNT_FLAG}=")))
 
 
 def show(prepared: Prepared, plan: tuple[Launch, ...]) -> None:
     """argv, environment and files, for `--dry-run`."""
-    for number, launch in enumerate(plan):
-        click.echo(f"# process {number} on {launch.host}")
-        click.echo(launch.as_shell())
+    rendered = running.rendered(prepared, plan)
+    if rendered is not None:
+        click.echo(f"# {prepared.run_dir / rendered[0]}")
+        click.echo(rendered[1], nl=False)
+    else:
+        for number, launch in enumerate(plan):
+            click.echo(f"# process {number} on {launch.host}")
+            click.echo(launch.as_shell())
     click.echo(f"# {prepared.run_dir / prepared.program}")
     click.echo(prepared.text, nl=False)
 
@@ -148,18 +178,19 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
         source=facts.source,
         dtypes=facts.dtypes,
         layout=facts.layout,
+        adapter=adapters.of_run(prepared.run, prepared.engine, str(facts.source.get("origin"))),
         versions={prepared.engine: engine_fixes.engine_version(prepared.engine)},
     ).write(run_dir)
 
 
 def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
     """Run the processes, show their progress, and say where the results lie."""
-    from bridge.launchers import local
-
     run_dir = prepared.run_dir
-    common.say(f"{prepared.engine} {prepared.run.train.method}: log in {os.path.relpath(run_dir / LOGS)}")
+    common.say(f"{prepared.engine} {prepared.run.train.method}: log in {os.path.relpath(run_dir / running.LOGS)}")
     start = time.monotonic()
-    local.execute(plan, run_dir / LOGS, StepLines(prepared.run.train.steps, verbose).show, verbose)
+    running.execute(prepared, plan, StepLines(prepared.run.train.steps, verbose).show, verbose)
+    if not prepared.placed.first:
+        return
     steps = finished_steps(run_dir / "checkpoints")
     if prepared.run.train.steps not in steps:
         raise LaunchError(

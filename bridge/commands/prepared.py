@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge import mesh, rope, sidecar
+from bridge.commands import placing
+from bridge.commands.placing import Placed
 from bridge.commands.workspace import Workspace
-from bridge.errors import CheckpointError, LaunchError, SpecError
+from bridge.errors import CheckpointError, SpecError
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
@@ -30,6 +32,7 @@ class Prepared:
     hardware: str
     text: str
     frequencies: tuple[float, ...]
+    placed: Placed
 
     @property
     def program(self) -> str:
@@ -42,6 +45,7 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the engine or the devices.
+        LaunchError: the settings and this host's environment make no cluster.
     """
     run = workspace.run
     if method is not None and method != run.train.method:
@@ -56,11 +60,14 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
         )
     hardware = hardware_of(run)
     frequencies = rope.inverse_frequencies(model)
-    shape = mesh.resolve(run.mesh, device_count(run, hardware))
+    cluster = placing.cluster_of(workspace, run, run_dir.name, hardware, os.environ)
+    total = placing.total_devices(run, cluster, hardware, os.environ)
+    placed = Placed(cluster, placing.site_of(run, cluster, run_dir, hardware, total, os.environ))
+    shape = mesh.resolve(run.mesh, total)
     mesh.check(shape, model)
     tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(converted / sidecar.HF)
     text = render(engine, run, model, shape, hardware, frequencies, run_dir, converted, tokenizer, facts, workspace)
-    return Prepared(workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies)
+    return Prepared(workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies, placed)
 
 
 def render(
@@ -107,32 +114,6 @@ def hardware_of(run: RunSpec) -> str:
     if Path("/dev/accel0").exists() or any(Path("/dev/vfio").glob("[0-9]*")):
         return "tpu"
     return "cpu"
-
-
-def device_count(run: RunSpec, hardware: str) -> int:
-    """Devices of all processes, without starting JAX: simulated ones on the CPU, GPUs by the driver.
-
-    Raises:
-        LaunchError: they cannot be counted.
-    """
-    flags = [*run.cluster.xla_flags, *os.environ.get("XLA_FLAGS", "").split()]
-    if hardware == "cpu":
-        simulated = [
-            flag.partition("=")[2] for flag in flags if flag.startswith("--xla_force_host_platform_device_count=")
-        ]
-        local = int(simulated[0]) if simulated else 1
-        return local * run.cluster.processes * run.cluster.nodes
-    if hardware == "gpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return len([part for part in visible.split(",") if part.strip()]) * run.cluster.nodes
-        found = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        if found:
-            return found * run.cluster.nodes
-    raise LaunchError(
-        f"the {hardware} devices cannot be counted on this host",
-        hint="give the mesh in the spec: mesh: {data: 1, fsdp: 8, tensor: 1}",
-    )
 
 
 def require_converted(prepared: Prepared) -> sidecar.Sidecar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 @click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
 @common.spec_option
 @common.json_option
-@click.pass_context
 def command(
-    ctx: click.Context,
     checkpoint: Path | None,
     reference: Path | None,
     engine: str | None,
@@ -81,7 +80,8 @@ def command(
     else:
         show(result)
     if not ok:
-        ctx.exit(1)
+        # click's own ctx.exit is a return value to a caller of cli.main, and was lost on the way to the shell.
+        sys.exit(1)
 
 
 def default_reference(found: Checkpoint, workspace: Workspace | None) -> Path:

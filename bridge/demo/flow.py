@@ -13,7 +13,11 @@ from pathlib import Path
 from bridge.errors import BridgeError
 
 DATA = ("train.jsonl", "eval.jsonl")
-PROMPTS = ("Who are you?", "What is the capital of France?", "Can you help me to plan a trip?")
+PROMPTS = (
+    "What should I call you?",
+    "What is the capital of France?",
+    "How can I stay healthy?",
+)  # none of them is trained on
 
 
 @dataclass(frozen=True)
