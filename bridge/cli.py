@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import bridge
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, printable
 
 VERBS = {
     "init": "Write a bridge.yaml to start from.",
@@ -92,3 +92,8 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        click.echo(f"bridge: error: {printable(f'{error.filename}: {error.strerror}')}", err=True)
+        sys.exit(1)

@@ -13,9 +13,34 @@ TableError                  a table contradicts itself: our bug, keeps its trace
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 
 SHOWN = 12
+LONGEST = 2000
+"""Characters of a message, or of one detail, that are shown."""
+TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """A text that may be shown: no token, no control characters, no more than `LONGEST` characters.
+
+    Names of tensors and files come from outside: a terminal must not obey them, nor an encoder fail on them.
+
+    Args:
+        text: what is to be shown.
+        lines: keep line feeds and tabs.
+    """
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    text = TOKEN.sub("***", text)
+    for name in TOKEN_VARIABLES:
+        value = os.environ.get(name, "")
+        if len(value) >= 8:
+            text = text.replace(value, "***")
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class BridgeError(Exception):
@@ -24,10 +49,10 @@ class BridgeError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.details = tuple(details)
-        self.hint = hint
+        self.message = printable(message, lines=True)
+        super().__init__(self.message)
+        self.details = tuple(printable(detail) for detail in details)
+        self.hint = printable(hint, lines=True) if hint else None
 
     def __str__(self) -> str:
         lines = [self.message]

@@ -13,6 +13,7 @@ from bridge.errors import UnsupportedError
 
 ROPE_ARGUMENTS = ("inputs", "positions", "head_dim", "rope_theta")
 BLOCK_ARGUMENTS = ("self", "x", "segment_pos", "cache", "attn_mask")
+PREFERENCE_ARGUMENTS = ("model", "train_example", "algorithm", "beta", "lambda_orpo", "label_smoothing")
 LOSS_ARGUMENTS = ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images")
 
 # What models built from now on get, and what the attention layer being traced has.
@@ -139,6 +140,79 @@ def token_loss(
     return -jnp.sum(likelihood) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
+def orpo(_: Frequencies) -> None:
+    """Replace the ORPO half of Tunix's preference loss by the one of the paper; DPO is left as it is.
+
+    Raises:
+        AttributeError: Tunix is not as it was when this was written.
+    """
+    from tunix.sft.dpo import dpo_trainer
+
+    if getattr(dpo_trainer.dpo_loss_fn, "corrected", False):
+        return
+    _require_arguments(dpo_trainer.dpo_loss_fn, PREFERENCE_ARGUMENTS)
+    if "dpo_loss_fn" not in dpo_trainer.DPOTrainer.__init__.__code__.co_names:
+        raise AttributeError("DPOTrainer no longer takes dpo_loss_fn")
+    stock = dpo_trainer.dpo_loss_fn
+
+    @functools.wraps(stock)
+    def dpo_loss_fn(
+        model: Any,
+        train_example: Any,
+        algorithm: str = "dpo",
+        beta: float = 0.1,
+        lambda_orpo: float = 0.1,
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        if algorithm != "orpo":
+            return stock(model, train_example, algorithm, beta, lambda_orpo, label_smoothing)
+        return orpo_loss(model, train_example, lambda_orpo, label_smoothing)
+
+    dpo_loss_fn.corrected = True  # type: ignore[attr-defined]
+    dpo_trainer.dpo_loss_fn = dpo_loss_fn
+
+
+def orpo_loss(model: Any, example: Any, strength: float, label_smoothing: float) -> tuple[Any, dict[str, Any]]:
+    """ORPO: the chosen answer's negative log-likelihood, and `strength` times the odds ratio loss.
+
+    Likelihoods are means over an answer's tokens, as in the paper (https://arxiv.org/abs/2403.07691, equations 2 to 7)
+    and in TRL's ORPOTrainer.
+
+    Args:
+        model: the policy.
+        example: Tunix's TrainExample; the first half of its rows is chosen, the second rejected.
+        strength: lambda.
+        label_smoothing: the share of pairs taken the other way round.
+    """
+    import jax
+    import jax.numpy as jnp
+    from tunix.sft.dpo import dpo_trainer
+
+    mask = example.completion_mask
+    sums = dpo_trainer.compute_logps(
+        model, example.input_ids, example.positions, example.attention_mask, example.logits_to_keep, mask
+    )
+    lengths = jnp.maximum(mask.sum(axis=-1), 1)
+    half = mask.shape[0] // 2
+    # A likelihood of exactly 1 has no odds; f32 reaches it once an answer is learnt by heart.
+    chosen = jnp.minimum(sums[0] / lengths[:half], -1e-7)
+    rejected = jnp.minimum(sums[1] / lengths[half:], -1e-7)
+    log_odds = chosen - rejected - (jnp.log(-jnp.expm1(chosen)) - jnp.log(-jnp.expm1(rejected)))
+    ratio = -(1 - label_smoothing) * jax.nn.log_sigmoid(log_odds) - label_smoothing * jax.nn.log_sigmoid(-log_odds)
+    metrics = {
+        "rewards/chosen": strength * chosen.mean(),
+        "rewards/rejected": strength * rejected.mean(),
+        "rewards/margin": strength * (chosen - rejected).mean(),
+        "rewards/accuracy": (chosen > rejected).mean(),
+        "log_probs/chosen": chosen.mean(),
+        "log_probs/rejected": rejected.mean(),
+        "odds_ratio": jnp.exp(jnp.minimum(log_odds, 80.0)).mean(),
+        "sft_loss": -chosen.mean(),
+        "or_loss": ratio.mean(),
+    }
+    return (strength * ratio - chosen).mean(), metrics
+
+
 def _require_arguments(function: Any, expected: Sequence[str]) -> None:
     found = tuple(inspect.signature(function).parameters)
     if found != tuple(expected):
@@ -159,7 +233,15 @@ FIXES = (
         engine="tunix",
         reason="Tunix 0.1.7 takes the log-softmax of the loss in the dtype of the logits; in bfloat16 that rounds the "
         "loss and its gradient to three digits",
-        proof="tests/parity/test_tunix_training.py",
+        proof="tests/parity/test_tunix_losses.py",
         install=loss,
+    ),
+    Fix(
+        name="tunix-orpo-mean-likelihood",
+        engine="tunix",
+        reason="Tunix 0.1.7 takes ORPO's odds from the sum of an answer's log-probabilities, not from their mean as "
+        "the paper does: the odds overflow, and long answers lose for being long",
+        proof="tests/parity/test_tunix_losses.py",
+        install=orpo,
     ),
 )

@@ -1,8 +1,20 @@
-"""The keys of a Llama `config.json`: which say nothing about the forward pass, and which have one legal value."""
+"""The keys of a Llama `config.json`: sizes, what says nothing about the forward pass, what has one legal value."""
 
 from __future__ import annotations
 
 from typing import Any
+
+# The keys that are sizes, with their names in `ModelSpec`.
+SIZE_KEYS = {
+    "vocab_size": "vocab",
+    "hidden_size": "embed",
+    "intermediate_size": "mlp",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+}
+
+# Far above any model (405B: 126 layers, head_dim 128): a number typed by a fault or a foe must not fill the memory.
+LIMITS = {"num_hidden_layers": 4096, "head_dim": 1 << 16}
 
 # Keys of a Llama config.json that say nothing about the forward pass of the text model.
 # Source: transformers/configuration_utils.py (PreTrainedConfig) and models/llama/configuration_llama.py.

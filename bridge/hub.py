@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.errors import AccessError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 # What a conversion needs: no `original/`, no pickles.
 PATTERNS = [
@@ -24,8 +30,9 @@ IGNORED = ["original/*", "*/*"]
 
 
 def is_id(text: str) -> bool:
-    """Whether a text looks like `organisation/name`."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
+    """Whether a text looks like `organisation/name`, as the hub spells them."""
+    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}", text)
+    return plain is not None and not re.search(r"--|\.\.|\.git$|[.-]$", text)
 
 
 def resolve(model_id: str, revision: str | None = None, *, download: bool = True) -> Path:
@@ -39,7 +46,6 @@ def resolve(model_id: str, revision: str | None = None, *, download: bool = True
     import httpx
     from huggingface_hub import errors, snapshot_download
 
-    page = f"https://huggingface.co/{model_id}"
     try:
         folder = snapshot_download(
             model_id,
@@ -48,43 +54,95 @@ def resolve(model_id: str, revision: str | None = None, *, download: bool = True
             ignore_patterns=IGNORED,
             local_files_only=not download,
         )
-    except errors.GatedRepoError as error:
-        status = getattr(error.response, "status_code", None)
-        if status == 401:
-            raise AccessError(
+    # Nothing of the original is shown: its text holds the request, and with it what the user may not want in a log.
+    except errors.HFValidationError:
+        raise AccessError(
+            f"{model_id!r} at revision {revision!r} is no name the hub knows", hint="it looks like organisation/name"
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise _not_cached(error.__cause__, model_id, download) from None
+    except errors.HfHubHTTPError as error:
+        raise _refused(error, model_id, revision) from None
+    except (httpx.HTTPError, OSError) as error:
+        raise _broken_off(error, model_id) from None
+    return Path(folder)
+
+
+def _page(model_id: str) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT.rstrip('/')}/{model_id}"
+
+
+def _not_cached(cause: BaseException | None, model_id: str, download: bool) -> AccessError:
+    """Nothing usable in the cache; `cause` is what the hub's client met when it asked the hub."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refused(cause, model_id, None)
+    if not download:
+        return AccessError(f"{model_id} is not in the cache", hint="bridge convert downloads it")
+    if constants.is_offline_mode():
+        return AccessError(
+            f"{model_id} is not in the cache, and HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE to download it, or give a local folder",
+        )
+    return AccessError(
+        f"{model_id} is not in the cache, and {constants.ENDPOINT} cannot be reached",
+        hint="check the network, the proxy and HF_ENDPOINT, or give a local folder",
+    )
+
+
+def _refused(error: HfHubHTTPError, model_id: str, revision: str | None) -> AccessError:
+    """The hub answered, but not with the model."""
+    from huggingface_hub import errors, get_token
+
+    status = getattr(error.response, "status_code", None)
+    page, known = _page(model_id), get_token() is not None
+    if isinstance(error, errors.GatedRepoError):
+        if status == 401 or not known:
+            return AccessError(
                 f"{model_id} is gated and you are not logged in",
                 hint=f"request access at {page}, then run: hf auth login",
-            ) from None
-        raise AccessError(
-            f"{model_id} is gated and your account has no access yet", hint=f"request access at {page}"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise AccessError(f"{model_id} has no revision {revision!r}", hint=f"see {page}/commits/main") from None
-    except errors.RepositoryNotFoundError as error:
-        status = getattr(error.response, "status_code", None)
-        if status == 401:
-            raise AccessError(
-                f"{model_id} does not exist, or is private and your login is missing or not valid",
+            )
+        return AccessError(f"{model_id} is gated and your account has no access yet", hint=f"request access at {page}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return AccessError(f"{model_id} has no revision {revision or 'main'!r}", hint=f"see {page}/commits/main")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        if status == 401 and not known:
+            return AccessError(
+                f"{model_id} does not exist, or is private and you are not logged in",
                 hint="check the name; then run: hf auth login",
-            ) from None
-        raise AccessError(
-            f"{model_id} does not exist on the hub", hint="check the spelling; a local folder needs a path that exists"
-        ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise AccessError(
-            f"{model_id} is not in the cache and the hub cannot be reached",
-            hint="check the network and HF_HUB_OFFLINE, or give a local folder",
-        ) from None
-    except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+            )
         if status == 401:
-            raise AccessError(
-                f"the hub refused your login for {model_id}", hint="it is wrong or expired; run: hf auth login"
-            ) from None
-        raise AccessError(f"the hub answered {status} for {model_id}", hint="try again later") from None
-    except (httpx.HTTPError, OSError) as error:
-        raise AccessError(
-            f"{model_id} could not be downloaded: {type(error).__name__}",
-            hint="run it again: it goes on where it stopped",
-        ) from None
-    return Path(folder)
+            return AccessError(
+                f"{model_id} does not exist, or your login may not see it",
+                hint="check the name; `hf auth whoami` says who you are",
+            )
+        return AccessError(
+            f"{model_id} does not exist on the hub", hint="check the spelling; a local folder needs a path that exists"
+        )
+    if status == 401:
+        return AccessError(
+            f"the hub refused your login for {model_id}",
+            hint="it is wrong or expired; run: hf auth login (and check HF_TOKEN)",
+        )
+    if status == 403:
+        return AccessError(
+            f"your login has no permission to read {model_id}",
+            hint="a fine-grained token needs read access to it: see https://huggingface.co/settings/tokens",
+        )
+    return AccessError(f"the hub answered {status} for {model_id}", hint="try again later")
+
+
+def _broken_off(error: Exception, model_id: str) -> AccessError:
+    """The connection, or the disk, failed within a download."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return AccessError(
+            f"{model_id} could not be stored in the cache: {os.strerror(error.errno)}",
+            hint="HF_HOME names another place for it",
+        )
+    return AccessError(
+        f"the download of {model_id} broke off ({type(error).__name__})",
+        hint="run it again: it goes on where it stopped",
+    )

@@ -7,22 +7,15 @@ the computation and is not understood is refused by name.
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import CheckpointError, SpecError, UnsupportedError
-from bridge.hf_keys import FIXED_KEYS, NEUTRAL_KEYS
+from bridge.hf_keys import FIXED_KEYS, LIMITS, NEUTRAL_KEYS, SIZE_KEYS
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-SIZE_KEYS = {
-    "vocab_size": "vocab",
-    "hidden_size": "embed",
-    "intermediate_size": "mlp",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-}
 MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -80,9 +73,13 @@ class ModelSpec:
             facts = dict(facts)
             scaling = facts.pop("rope_scaling")
             spec = cls(rope_scaling=RopeScaling(**scaling) if scaling else None, **facts)
-            integers = (spec.layers, spec.embed, spec.heads, spec.kv_heads, spec.head_dim, spec.mlp, spec.vocab)
-            if not all(type(value) is int and value > 0 for value in integers) or spec.dtype not in FLOAT_DTYPES:
-                raise ValueError("a size is no positive integer, or the dtype is unknown")
+            sizes = (spec.embed, spec.heads, spec.kv_heads, spec.mlp, spec.vocab, spec.context)
+            numbers = (spec.rope_theta, spec.norm_eps, *(astuple(spec.rope_scaling) if spec.rope_scaling else ()))
+            sound = all(map(_is_size, (*sizes, spec.layers, spec.head_dim))) and all(map(_is_positive, numbers))
+            sound = sound and spec.layers <= LIMITS["num_hidden_layers"] and spec.head_dim <= LIMITS["head_dim"]
+            sound = sound and (type(spec.tied), type(spec.family)) == (bool, str) and spec.dtype in FLOAT_DTYPES
+            if not sound:
+                raise ValueError("a size is no positive integer, or a fact is not of its kind")
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the model facts in bridge.json are damaged: {error}") from error
         return spec
@@ -128,6 +125,8 @@ class ModelSpec:
         head_dim = _positive(config, "head_dim", problems, default=sizes["embed"] // heads if heads else 0)
         if kv_heads and heads % kv_heads:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim > LIMITS["head_dim"]:
+            problems.append(f"head_dim {head_dim} is more than {LIMITS['head_dim']}")
         if head_dim % 2:
             problems.append(f"head_dim {head_dim} is odd, RoPE needs an even one")
         eps = _number(config, "rms_norm_eps", 1e-6, problems)
@@ -199,9 +198,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: missing, unreadable, too large (16 MiB), or no JSON object.
     """
     try:
+        if not path.is_file() and path.exists():  # a pipe would never end
+            raise CheckpointError(f"{path} is no file")
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES >> 20} MiB, that is no configuration")
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=unique)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -211,23 +212,40 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a ValueError where a name appears twice, since readers differ in which one they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return found
+
+
 def _positive(config: dict[str, Any], key: str, problems: list[str], default: int | None = None) -> int:
     value = config.get(key)
     if value is None:
         if default is None:
             problems.append(f"{key} is missing")
         return default or 0
-    if type(value) is not int or not 0 < value < 1 << 31:
-        problems.append(f"{key}: {value!r} is not a positive integer")
-        return default or 0
-    return value
+    if _is_size(value) and value <= LIMITS.get(key, value):
+        return int(value)
+    limit = f" up to {LIMITS[key]}" if key in LIMITS else ""
+    problems.append(f"{key}: {value!r} is not a positive integer{limit}")
+    return default or 0
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def _number(config: dict[str, Any], key: str, default: float, problems: list[str]) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if not _is_positive(value):
         problems.append(f"{key}: {value!r} is not a positive number")
         return default
     return float(value)
@@ -258,14 +276,16 @@ def _read_rope(config: dict[str, Any], refused: list[str], problems: list[str]) 
 
 def _read_scaling(key: str, value: dict[str, Any], refused: list[str], problems: list[str]) -> RopeScaling | None:
     kind = value.get("rope_type", value.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         refused.append(f"{key}: rope type {kind!r} (supported: 'default', 'llama3')")
         return None
     numbers = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    extra = set(value) - {*numbers, "rope_type", "type", "rope_theta"}
+    extra = {name for name in value if value[name] is not None} - {*numbers, "rope_type", "type", "rope_theta"}
+    if value.get("partial_rotary_factor") == 1:
+        extra -= {"partial_rotary_factor"}
     refused.extend(f"{key}.{name}: {value[name]!r} is not understood" for name in sorted(extra))
+    if kind == "default":
+        return None
     missing = [name for name in numbers if value.get(name) is None]
     if missing:
         problems.append(f"{key}: {', '.join(missing)} missing")
@@ -273,4 +293,6 @@ def _read_scaling(key: str, value: dict[str, Any], refused: list[str], problems:
     factor, low, high, original = (_number(value, name, 1.0, problems) for name in numbers)
     if high <= low:
         problems.append(f"{key}: high_freq_factor {high} must exceed low_freq_factor {low}")
+    if original != int(original):
+        problems.append(f"{key}: original_max_position_embeddings {original} is not an integer")
     return RopeScaling(factor=factor, low_freq_factor=low, high_freq_factor=high, original_context=int(original))

@@ -110,17 +110,63 @@ class MeshShape(Section):
     tensor: int = 1
 
 
+class SlurmSection(Section):
+    """For `launcher: slurm`."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = Field(None, description="limit of the job, as sbatch takes it: 12:00:00")
+    options: tuple[str, ...] = Field((), description="more options of sbatch: --exclusive, --qos=high")
+    setup: tuple[str, ...] = Field((), description="shell lines before the processes start: module load cuda")
+
+
+class JobSetSection(Section):
+    """For `launcher: jobset` (Kubernetes)."""
+
+    image: str | None = Field(None, description="container image with bridge and the engine")
+    namespace: str = "default"
+    mount: str | None = Field(None, description="where the shared storage lies in the pods, and here; holds workdir")
+    claim: str | None = Field(None, description="PersistentVolumeClaim (ReadWriteMany) of the shared storage")
+    bucket: str | None = Field(None, description="Cloud Storage bucket in its place, through gcsfuse")
+    secret: str | None = Field(None, description="Secret whose key HF_TOKEN is the Hugging Face token")
+    accelerator: str | None = Field(None, description="GKE's name: tpu-v6e-slice, nvidia-h100-80gb")
+    topology: str | None = Field(None, description="of a TPU slice: 4x4")
+    slices: Positive = Field(1, description="TPU slices; they divide cluster.nodes")
+    restarts: Count = Field(0, description="times that the whole set is started again")
+
+
 class ClusterSection(Section):
     """Where the processes run."""
 
     launcher: Literal["local", "ssh", "slurm", "jobset"] = "local"
     nodes: Positive = 1
     processes: Positive = Field(1, description="engine processes a node")
+    devices: Positive | None = Field(None, description="devices a node, shared out among its processes")
+    hosts: tuple[str, ...] = Field((), description="for ssh, as ssh takes them; the first is the coordinator")
+    hosts_file: str | None = Field(None, description="a host a line, in the place of hosts")
+    coordinator: str | None = Field(None, description="name or address of the first host, as the others reach it")
+    port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(None, description="of the coordinator")
     init_timeout: Positive = Field(120, description="seconds for all processes to join")
+    heartbeat_timeout: Positive = Field(100, description="seconds without a sign of life that end a run")
     stall_timeout: Positive = Field(1800, description="seconds without a finished step that end a run")
+    grace: Positive = Field(30, description="seconds to save a checkpoint in, when a run is stopped")
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="of the GPU, for XLA")
     xla_flags: tuple[str, ...] = ()
+    env: dict[str, str] = Field({}, description="more environment of the processes: NCCL_SOCKET_IFNAME")
+    environment: Literal["auto", "none"] = Field("auto", description="heed Slurm, torchrun, SkyPilot, MPI, dstack")
+    python: str | None = Field(None, description="interpreter on the other hosts; default: this one's path")
+    ssh_options: tuple[str, ...] = Field((), description="more arguments of ssh: -p 2222")
+    slurm: SlurmSection = SlurmSection()  # type: ignore[call-arg]
+    jobset: JobSetSection = JobSetSection()  # type: ignore[call-arg]
+
+    @field_validator("env")
+    @classmethod
+    def _no_secret(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if "TOKEN" in name.upper() or "SECRET" in name.upper() or "PASSWORD" in name.upper():
+                raise ValueError(f"{name}: a secret does not belong in a spec, set it in the environment")
+        return env
 
 
 class RunSpec(Section):
@@ -203,7 +249,7 @@ def _tuples(values: Any) -> Any:
     """YAML lists become tuples where the spec is frozen; YAML 1.1's `1e-5` becomes a number."""
     if isinstance(values, dict):
         out = {key: _tuples(value) for key, value in values.items()}
-        for key in ("targets", "xla_flags"):
+        for key in ("targets", "xla_flags", "hosts", "ssh_options", "options", "setup"):
             if isinstance(out.get(key), list):
                 out[key] = tuple(out[key])
         for key in ("learning_rate", "beta", "lambda_orpo", "alpha", "weight_decay"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import bridge
 from bridge.errors import CheckpointError
-from bridge.model_spec import ModelSpec, read_json
+from bridge.model_spec import FLOAT_DTYPES, ModelSpec, read_json
 
 FILE = "bridge.json"
 HF = "hf"
@@ -31,6 +32,17 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "engine": str,
+    "scanned": bool,
+    "method": (str, type(None)),
+    "source": dict,
+    "dtypes": dict,
+    "layout": dict,
+    "adapter": (dict, type(None)),
+    "versions": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -81,20 +93,39 @@ def read(folder: Path) -> Sidecar | None:
         sidecar = Sidecar(model=model, versions=values.get("versions", {}), **known)
     except KeyError as error:
         raise CheckpointError(f"{path} is damaged: {error} is missing") from error
-    wrong = [
-        name
-        for name, kind in (("engine", str), ("scanned", bool), ("source", dict), ("dtypes", dict), ("layout", dict))
-        if not isinstance(getattr(sidecar, name), kind)
-    ]
+    wrong = [name for name, kinds in KINDS.items() if not isinstance(getattr(sidecar, name), kinds)]
+    if not wrong and not all(kind in FLOAT_DTYPES for kind in sidecar.dtypes.values()):
+        wrong = ["dtypes"]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} of the wrong type")
     return sidecar
 
 
+def inside(folder: Path, name: str, where: Path) -> Path:
+    """The path of a plain file name in a folder; links may lead into the hub cache's own `blobs`, nowhere else.
+
+    Raises:
+        CheckpointError: the name has a folder in it, or the file is a link that leaves the folder.
+    """
+    if not name or name in (".", "..") or re.search(r"[/\\\0]", name):
+        raise CheckpointError(f"{where}: {name!r} is not a plain file name")
+    path = folder / name
+    if path.is_symlink():
+        target, home = path.resolve(), folder.resolve()
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if home not in target.parents and blobs not in target.parents:
+            raise CheckpointError(f"{where}: {name} is a link that leaves the folder ({target})")
+    return path
+
+
 def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copy the small files that exist, byte for byte; returns their names."""
+    """Copy the small files that exist, byte for byte; returns their names.
+
+    Raises:
+        CheckpointError: one is a link that leaves the folder; following it would publish a file of someone's.
+    """
     target.mkdir(exist_ok=True)
-    names = [name for name in SIDE_FILES if (source / name).is_file()]
+    names = [name for name in SIDE_FILES if inside(source, name, where=source).is_file()]
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

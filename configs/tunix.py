@@ -100,7 +100,8 @@ def _settings(run: RunSpec) -> dict[str, Any]:
 
 def _head(run: RunSpec) -> str:
     lines = [
-        f"{TITLES[run.train.method]}. Run it with `python`, or through `bridge launch`; edit it as you like.",
+        f"{TITLES[run.train.method]}.",
+        "Run it with `python`, or through `bridge launch`; edit it as you like.",
         "",
         f"`runtime.correct` corrects Tunix {VERSION}, and stops on a version that it was not written for:",
     ]
@@ -147,7 +148,8 @@ def _sections(run: RunSpec, adapters: bool) -> dict[str, Any]:
     train = spec["train"] | {"weight_dtype": _weights(run, adapters)}
     sections = {"data": spec["data"], "train": train, "mesh": spec["mesh"]}
     if adapters:
-        sections["lora"] = spec["lora"]
+        left_out = () if run.train.method == "qlora" else ("tile_size",)
+        sections["lora"] = {key: value for key, value in spec["lora"].items() if key not in left_out}
     if run.train.method in ("dpo", "orpo"):
         sections["preference"] = spec["preference"]
     return sections

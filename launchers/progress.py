@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 MARK = "bridge: "
+
+Listener = Callable[[int | None], None]
+_listeners: list[Listener] = []
 
 
 def say(text: str) -> None:
     """Print a line that the launcher shows to the user; the engine's own chatter goes to the log only."""
     print(f"{MARK}{text}", flush=True)
+    advanced()
+
+
+def advanced(step: int | None = None) -> None:
+    """The run got on: it is at the beginning of optimizer step `step` (from 1), or elsewhere (None)."""
+    for listener in _listeners:
+        listener(step)
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener` whenever the run gets on; for the watchdog."""
+    _listeners.append(listener)
 
 
 class StepClock:
@@ -28,11 +44,13 @@ class StepClock:
     def begin(self, step: int) -> None:
         """Step `step`, from 1, begins now; the one before it has ended unless it had already."""
         now = time.perf_counter()
+        advanced(step)
         self._begun.setdefault(step, now)
         self._ended.setdefault(step - 1, now)
 
     def end(self, step: int) -> None:
         """Step `step` has ended: what follows is no training."""
+        advanced()
         self._ended.setdefault(step, time.perf_counter())
 
     def report(self, step: int, loss: float) -> dict[str, float]:

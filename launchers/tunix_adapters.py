@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge import tunix_llama
 from bridge.errors import SpecError
-from bridge.launchers import tunix_quantize
+from bridge.launchers import tunix_loss, tunix_quantize
 from bridge.model_spec import ModelSpec
 from bridge.tunix_llama import Remat
 
@@ -107,6 +107,31 @@ def load(
         if is_adapter(path):
             values[path] = place(path, initial(path, leaf.shape, adapters.seed))
     return nnx.merge(graph, tunix_llama.fill(state, values))
+
+
+def load_trained(model: ModelSpec, base: Path, trained: Path, adapters: Adapters) -> Any:
+    """A trained model for checks: bf16 or NF4 base, the adapters of a run, everything computed in f32.
+
+    Args:
+        model: the facts.
+        base: absolute item of the base checkpoint, `<checkpoint>/<step>/model_params`.
+        trained: absolute item of the run's checkpoint, which holds adapters alone.
+        adapters: as they were trained.
+
+    Raises:
+        SpecError, UnsupportedError, CheckpointError: base, adapters and facts do not belong together.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+
+    llama = load(model, base, "bfloat16", None, "none", adapters)
+    state = nnx.state(llama, nnx.LoRAParam)
+    tunix_llama.check(trained, {path: leaf.shape for path, leaf in tunix_llama.leaves(state).items()})
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(llama, checkpointer.restore(trained, target=target))
+    return tunix_loss.in_dtype(llama, "float32")
 
 
 def abstract_model(model: ModelSpec, dtype: str, remat: Remat, adapters: Adapters) -> Any:

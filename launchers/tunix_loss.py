@@ -53,8 +53,10 @@ def row_loss(dtype: str) -> Callable[..., Any]:
 
 
 def preference_loss(dtype: str) -> Callable[..., Any]:
-    """Tunix's loss for dpo and orpo, with its metrics."""
+    """Tunix's (corrected) loss for dpo and orpo, with its metrics."""
     from tunix.sft.dpo import dpo_trainer
+
+    preference = dpo_trainer.dpo_loss_fn
 
     def loss(
         model: Any,
@@ -64,8 +66,7 @@ def preference_loss(dtype: str) -> Callable[..., Any]:
         lambda_orpo: float = 0.1,
         label_smoothing: float = 0.0,
     ) -> Any:
-        cast = in_dtype(model, dtype)
-        return dpo_trainer.dpo_loss_fn(cast, train_example, algorithm, beta, lambda_orpo, label_smoothing)
+        return preference(in_dtype(model, dtype), train_example, algorithm, beta, lambda_orpo, label_smoothing)
 
     return loss
 

@@ -28,6 +28,11 @@ def _settle_environment() -> None:
 _settle_environment()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-golden` writes the files of tests/golden/expected anew."""
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+
+
 class Tiny(Protocol):
     """Builds a model of `models.SHAPES`, with changes to the choices of `models.make_llama`, once a session."""
 

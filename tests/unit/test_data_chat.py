@@ -129,6 +129,22 @@ def test_cut_at_a_turn(llama_tokenizer: Path) -> None:
     assert template.encode_within(CHAT[:1], "all", 3) == (None, False)  # no assistant to end with
 
 
+def test_as_many_turns_as_fit_are_kept(llama_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(llama_tokenizer)
+    chat = [*CHAT, turn("user", "Why?"), turn("assistant", "Ask.")]
+    kept, cut = ChatTemplate(tokenizer).encode_within(chat, "completion", len(engine_ids(tokenizer, chat)) - 1)
+    assert kept is not None
+    assert (kept.ids.tolist(), cut) == (engine_ids(tokenizer, CHAT), True)
+
+
+def test_nothing_predicts_the_first_token(llama_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(llama_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
+    encoded = encode_chat(tokenizer, [turn("assistant", "Ask."), turn("user", "Why?")], "completion")
+    learnt = len(by_hand(tokenizer, [("Ask.<|eot_id|>", True)])[0])
+    assert encoded.loss.tolist() == [False] + [True] * (learnt - 1) + [False] * (len(encoded.ids) - learnt)
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [

@@ -9,6 +9,7 @@ import pytest
 from data_oracles import Segment, by_hand, engine_ids, turn
 
 from bridge.errors import SpecError
+from bridge.launchers.chat import ChatTemplate
 from bridge.launchers.data import encode_chat, load_tokenizer
 
 CHAT = [turn("user", "Who?"), turn("assistant", "The men."), turn("user", "When?"), turn("assistant", "1839")]
@@ -69,6 +70,11 @@ GOOD: dict[str, tuple[str, list[Segment]]] = {
         + PROMPT,
         plain(first=" The men."),
     ),
+    "another spelling of the turns before the last": (
+        LOOP + HEADER + "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}"
+        "<|eot_id|>{% endfor %}" + PROMPT,
+        plain(first="THE MEN."),
+    ),
     "turns marked with generation": (
         LOOP + HEADER + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
         "{% else %}{{ m.content }}<|eot_id|>{% endif %}{% endfor %}" + PROMPT,
@@ -116,7 +122,7 @@ BAD = {
         "generation prompt",
     ),
     "turns rendered otherwise when others follow": (
-        LOOP + HEADER + "{{ m.content | upper if m.role == 'assistant' and not loop.last else m.content }}"
+        LOOP + HEADER + "{{ m.content | length if m.role == 'assistant' and not loop.last else m.content }}"
         "<|eot_id|>{% endfor %}" + PROMPT,
         "differently when another turn follows",
     ),
@@ -198,3 +204,41 @@ def test_a_blank_of_the_header_inside_the_first_token_is_learnt(llama_tokenizer:
     assert ids == engine_ids(tokenizer, chat)
     encoded = encode_chat(tokenizer, chat, "completion")
     assert (encoded.ids.tolist(), encoded.loss.tolist()) == (ids, mask)
+
+
+class WithoutOffsets:
+    """A tokenizer as the slow ones are."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        assert not options.get("return_offsets_mapping")
+        return self.tokenizer(*arguments, **options)
+
+
+def test_a_tokenizer_without_offsets(llama_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(llama_tokenizer)
+    by_offsets = encode_chat(tokenizer, CHAT, "completion")
+    by_pieces = encode_chat(WithoutOffsets(tokenizer), CHAT, "completion")
+    assert by_pieces.ids.tolist() == by_offsets.ids.tolist()
+    assert by_pieces.loss.tolist() == by_offsets.loss.tolist()
+    tokenizer.chat_template = (
+        LOOP + "{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    with pytest.raises(SpecError, match="gives no offsets"):
+        encode_chat(WithoutOffsets(tokenizer), [turn("user", "What?"), turn("assistant", "river")], "completion")
+
+
+@pytest.mark.parametrize("answer", ["18", "1839 to 1840"])
+def test_a_rendering_that_changes_is_an_error(answer: str, llama_tokenizer: Path) -> None:
+    template = ChatTemplate(load_tokenizer(llama_tokenizer))
+    tokens = template.tokens(CHAT)
+    with pytest.raises(SpecError, match="differently each time"):
+        template.loss([*CHAT[:-1], turn("assistant", answer)], tokens)
