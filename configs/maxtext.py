@@ -31,6 +31,18 @@ OWNED = {
 }
 
 
+PREFERENCE_METHODS = ("dpo", "orpo")
+MODULES = {
+    "q": "self_attention/query",
+    "k": "self_attention/key",
+    "v": "self_attention/value",
+    "o": "self_attention/out",
+    "gate": "mlp/wi_0",
+    "up": "mlp/wi_1",
+    "down": "mlp/wo",
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a run lies and what it starts from: absolute paths, and how the checkpoint is laid out."""
@@ -45,18 +57,21 @@ class Place:
 
 
 def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
-    """The YAML of a full SFT run.
+    """The YAML of a run: full SFT, LoRA and QLoRA by MaxText's SFT trainer, full DPO and ORPO by its DPO trainer.
 
     Raises:
-        UnsupportedError: the method is not one of this engine's.
+        UnsupportedError: the spec asks for what MaxText does not do.
         SpecError: `maxtext:` sets a key that bridge works out itself.
     """
-    train = run.train
-    if train.method != "sft":
-        raise UnsupportedError(
-            f"{train.method} on maxtext is not supported", hint=f"bridge launch {train.method} --engine tunix"
-        )
+    if run.train.method in ("lora", "qlora") and run.lora.dropout:
+        raise UnsupportedError(f"lora.dropout {run.lora.dropout:g} on maxtext: it has none", hint="lora.dropout: 0.0")
     taken = [f"maxtext.{key}: comes from {OWNED[key]}" for key in run.maxtext if key in OWNED]
+    facts = model_section(model, place.scanned)
+    taken += [
+        f"maxtext.{key}: {run.maxtext[key]!r}, the converted checkpoint has {facts[key]!r}"
+        for key in run.maxtext
+        if key in facts and key not in OWNED and run.maxtext[key] != facts[key]
+    ]
     if taken:
         raise SpecError("bridge sets these itself", details=taken)
     notes = (
@@ -68,12 +83,14 @@ def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
         ("the model, from its config.json", model_section(model, place.scanned)),
         ("numbers", _number_section(run)),
         ("optimizer", _optimizer_section(run)),
+        *_method_sections(run),
         ("mesh", mesh_section(mesh)),
         ("data, for reference: bridge's own data path reads it", _data_section(run, place)),
     ]
     if run.maxtext:
         sections.append(("maxtext: of the spec", run.maxtext))
-    text = header("maxtext", VERSION, *notes) + "base_config: post_train/sft.yml\n"
+    base = "dpo" if run.train.method in PREFERENCE_METHODS else "sft"
+    text = header("maxtext", VERSION, *notes) + f"base_config: post_train/{base}.yml\n"
     for title, values in sections:
         own = {key: value for key, value in values.items() if key not in run.maxtext or title.startswith("maxtext:")}
         text += yaml_section(title, own)
@@ -137,8 +154,40 @@ def _run_section(run: RunSpec, place: Place) -> dict[str, Any]:
 
 
 def _number_section(run: RunSpec) -> dict[str, Any]:
-    weight_dtype = "float32" if run.train.weight_dtype == "auto" else run.train.weight_dtype
+    weight_dtype = run.train.weight_dtype
+    if weight_dtype == "auto":
+        # MaxText's scanned LoRA fails when the two dtypes differ ("scan body function carry").
+        weight_dtype = run.train.dtype if run.train.method in ("lora", "qlora") else "float32"
     return {"dtype": run.train.dtype, "weight_dtype": weight_dtype}
+
+
+def _method_sections(run: RunSpec) -> list[tuple[str, dict[str, Any]]]:
+    """The keys of a method that is not full SFT."""
+    method = run.train.method
+    if method in PREFERENCE_METHODS:
+        settings = {
+            "algo": method,
+            "dpo_beta": run.preference.beta,
+            "orpo_lambda": run.preference.lambda_orpo,
+            "dpo_label_smoothing": run.preference.label_smoothing,
+        }
+        return [("preference", {"dpo": settings})]
+    if method == "sft":
+        return []
+    lora: dict[str, Any] = {
+        "enable_lora": True,
+        "lora_rank": run.lora.rank,
+        "lora_alpha": run.lora.alpha,
+        "lora_module_path": module_path(run.lora.targets),
+    }
+    if method == "qlora":
+        lora |= {"lora_weight_qtype": "nf4", "lora_tile_size": run.lora.tile_size}
+    return [("adapters", {"lora": lora})]
+
+
+def module_path(targets: tuple[str, ...]) -> str:
+    """MaxText's pattern of the modules that get an adapter (configs/post_train/lora_module_path.yml)."""
+    return f"decoder/layers.*/({'|'.join(MODULES[name] for name in MODULES if name in targets)})"
 
 
 def _optimizer_section(run: RunSpec) -> dict[str, Any]:
@@ -164,6 +213,7 @@ def _optimizer_section(run: RunSpec) -> dict[str, Any]:
 
 def _data_section(run: RunSpec, place: Place) -> dict[str, Any]:
     evaluate = run.train.eval_every if run.data.eval and run.train.eval_every else -1
+    preference = run.train.method in PREFERENCE_METHODS
     return {
         "dataset_type": "hf",
         "hf_path": "json",
@@ -171,7 +221,8 @@ def _data_section(run: RunSpec, place: Place) -> dict[str, Any]:
         "tokenizer_type": "huggingface",
         "tokenizer_path": place.tokenizer,
         "packing": run.data.packing,
-        "sft_train_on_completion_only": run.data.loss_on == "completion",
+        **({} if preference else {"sft_train_on_completion_only": run.data.loss_on == "completion"}),
         "eval_interval": evaluate,
+        "eval_steps": -1,
         "grain_worker_count": 0,
     }

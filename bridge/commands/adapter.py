@@ -151,7 +151,8 @@ def convert_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final
 def of_run(run: RunSpec, engine: str, base: str) -> dict[str, Any] | None:
     """What `bridge.json` says of the adapter that a run trains; None for full training.
 
-    Tunix's QLoRA holds all seven projections in NF4, whatever the targets, and its scales in the base's dtype.
+    Tunix's QLoRA holds all seven projections in NF4, whatever the targets, and quantizes in the weights' dtype; MaxText
+    holds the targets, and quantizes in the compute dtype.
     """
     from bridge.converters.adapter_facts import TARGETS, AdapterFacts, sort_targets
 
@@ -159,7 +160,9 @@ def of_run(run: RunSpec, engine: str, base: str) -> dict[str, Any] | None:
     if method not in ("lora", "qlora") and not (engine == "tunix" and run.tunix.get("lora")):
         return None
     quantized = method == "qlora"
-    dtype = "bfloat16" if run.train.weight_dtype == "auto" else run.train.weight_dtype
+    dtype = run.train.dtype
+    if engine == "tunix":
+        dtype = "bfloat16" if run.train.weight_dtype == "auto" else run.train.weight_dtype
     return AdapterFacts(
         rank=run.lora.rank,
         alpha=run.lora.alpha,

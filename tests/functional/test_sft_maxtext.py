@@ -3,63 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from conftest import Tiny
+from sft_folder import CHATS, TOKEN, Folder, mean_loss
 
-TOKEN = "hf_" + "dummydummydummy"
 STEPS, HALF = 6, 3
-
-CHATS = [
-    [
-        {"role": "user", "content": f"How many planks has bridge {n}?"},
-        {"role": "assistant", "content": f"It has {n * 7} planks."},
-        {"role": "user", "content": "And ropes?"},
-        {"role": "assistant", "content": f"{n + 2} ropes."},
-    ]
-    for n in range(7)
-]
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A workspace with a bridge.yaml."""
-
-    path: Path
-
-    def bridge(self, *argv: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run the command line as a user would."""
-        env = {**os.environ, "HF_TOKEN": TOKEN, "M_STEPS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "bridge", *argv], cwd=self.path, env=env, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode == 0) == ok, done.stdout + done.stderr
-        return done
-
-    def losses(self, run: str) -> dict[int, float]:
-        """Training loss by step; a resumed run appends."""
-        return {entry["step"]: entry["loss"] for entry in self._metrics(run) if "loss" in entry}
-
-    def eval_losses(self, run: str) -> dict[int, float]:
-        """Eval loss by step."""
-        return {entry["step"]: entry["eval_loss"] for entry in self._metrics(run) if "eval_loss" in entry}
-
-    def steps(self, run: str) -> list[int]:
-        """Checkpoints on the disk."""
-        return sorted(int(path.name) for path in (self.path / "runs" / run / "checkpoints").iterdir())
-
-    def _metrics(self, run: str) -> list[dict[str, Any]]:
-        text = (self.path / "runs" / run / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -107,34 +59,12 @@ def test_loss_falls(trained: Folder) -> None:
 
 @pytest.mark.slow
 def test_first_loss_is_pytorch_on_the_learnt_tokens(trained: Folder) -> None:
-    """The eval loss before training, by PyTorch: assistant turns and their end tokens only, each predicted once."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(trained.path / "model")
-    model: Any = AutoModelForCausalLM.from_pretrained(trained.path / "model", dtype=torch.float32)
-    batches: list[list[tuple[float, int]]] = [[], []]
-    for number, chat in enumerate(CHATS[:3]):
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
-        learnt = learnt_by_hand(tokenizer, chat)
-        assert len(learnt) == len(ids)
-        with torch.no_grad():
-            scores = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
-        picked = [-scores[i - 1, ids[i]] for i in range(1, len(ids)) if learnt[i]]
-        batches[number // 2].append((float(np.sum(picked)), len(picked)))
-    # The trainer takes the mean over batches, each the mean over its tokens; two rows a batch.
-    means = [sum(total for total, _ in batch) / sum(count for _, count in batch) for batch in batches]
-    assert trained.eval_losses("maxtext-sft")[0] == pytest.approx(np.mean(means), abs=2e-4)
-
-
-def learnt_by_hand(tokenizer: Any, chat: list[dict[str, str]]) -> list[bool]:
-    """Llama 3.1's turns written out: header, two newlines, content, <|eot_id|>."""
-    learnt = [False]  # <|begin_of_text|>
-    for turn in chat:
-        header = tokenizer.encode(f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n", add_special_tokens=False)
-        body = tokenizer.encode(f"{turn['content']}<|eot_id|>", add_special_tokens=False)
-        learnt += [False] * len(header) + [turn["role"] == "assistant"] * len(body)
-    return learnt
+    model = AutoModelForCausalLM.from_pretrained(trained.path / "model", dtype=torch.float32)
+    expected = mean_loss(model, trained.path / "model", CHATS[:3])
+    assert trained.eval_losses("maxtext-sft")[0] == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.slow

@@ -64,6 +64,18 @@ CASES: dict[str, tuple[RunSpec, ModelSpec, Mesh, Place]] = {
         Mesh(1, 2, 2),
         place(scanned=False, hardware="cpu"),
     ),
+    "qlora": (
+        spec("train: {method: qlora}\nlora: {rank: 8, targets: [q, v, down]}"),
+        model(),
+        Mesh(1, 1, 1),
+        place(run_name="maxtext-qlora"),
+    ),
+    "dpo": (
+        spec("train: {method: dpo}\ndata: {column: null}\npreference: {beta: 0.2}"),
+        model(),
+        Mesh(1, 8, 1),
+        place(run_name="maxtext-dpo"),
+    ),
     "overrides": (
         spec("maxtext: {remat_policy: minimal, async_checkpointing: false}"),
         model(rope_scaling=None, rope_theta=10000.0),
@@ -108,7 +120,9 @@ def test_maxtext_accepts_it(name: str, tmp_path: Path) -> None:
     assert config.num_kv_heads == facts.kv_heads
     assert config.logits_via_embedding == facts.tied
     assert config.scan_layers == where.scanned
-    assert config.use_sft
+    assert config.use_sft == (run.train.method not in ("dpo", "orpo"))
+    assert config.use_dpo != config.use_sft
+    assert config.lora.enable_lora == (run.train.method == "qlora")
     assert config.steps == run.train.steps
     path.write_text(text + "remat_polcy: minimal\n")
     with pytest.raises(Exception, match="remat_polcy"):
@@ -120,5 +134,5 @@ def test_refuses_what_it_owns_and_what_it_cannot() -> None:
         render(spec("maxtext: {rope_type: yarn, steps: 3}"), model(), Mesh(1, 1, 1), place())
     assert "maxtext.rope_type: comes from the model's config.json" in str(error.value)
     assert "maxtext.steps: comes from train.steps" in str(error.value)
-    with pytest.raises(UnsupportedError, match="qlora on maxtext is not supported"):
-        render(spec("train: {method: qlora}"), model(), Mesh(1, 1, 1), place())
+    with pytest.raises(UnsupportedError, match=r"lora.dropout 0.1 on maxtext"):
+        render(spec("train: {method: lora}\nlora: {dropout: 0.1}"), model(), Mesh(1, 1, 1), place())
