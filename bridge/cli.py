@@ -13,13 +13,19 @@ from bridge.errors import BridgeError, printable
 
 VERBS = {
     "init": "Write a bridge.yaml to start from.",
+    "plan": "Say what fits: memory by method, mesh, longest rows, and which to take.",
+    "doctor": "Look at this machine: engines, devices, space, login, variables.",
+    "download": "Fetch a model from the hub: only what is needed.",
     "data": "Show what the model will see: text, ids, loss mask; counts.",
     "convert": "Convert a Hugging Face folder into an engine's checkpoint.",
     "config": "Print the engine's configuration for the spec.",
     "launch": "Train: sft, lora, qlora, dpo or orpo.",
     "export": "Turn a checkpoint back into a Hugging Face folder.",
     "verify": "Prove a checkpoint: logits against PyTorch, or weights bit by bit.",
+    "generate": "Answer a prompt with the engine's own model, greedily.",
     "inspect": "Say what a folder holds: format, model, tensors.",
+    "diff": "Compare two folders of weights across formats.",
+    "report": "Look at runs: curves and outcomes on one HTML page.",
     "demo": "The whole way on a real small model, in minutes, on a CPU.",
 }
 

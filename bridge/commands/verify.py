@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bridge import rope
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
+from bridge.commands.forward import forward_pass
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
-from bridge.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from bridge.commands.checkpoint import Checkpoint
     from bridge.converters.parity.compare import Logits, Probe, Report
+    from bridge.converters.parity.profile import Profile
 
 
 @click.command(
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--tolerance", type=float, help="Of max |Δlogit|; default: max(1e-4, 8 |PyTorch f32 - f64|).")
 @click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page with pictures.")
 @common.spec_option
 @common.json_option
 def command(
@@ -44,6 +45,7 @@ def command(
     tokens: int,
     tolerance: float | None,
     step: int | None,
+    report: Path | None,
     spec: Path | None,
     as_json: bool,
 ) -> None:
@@ -54,11 +56,14 @@ def command(
     """
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
+    profile = None
     if engine == "hf" or (checkpoint is not None and (checkpoint / "config.json").is_file()):
-        ok, result = verify_folders(checkpoint, reference, tokens, tolerance, exact)
+        ok, result, profile = verify_folders(checkpoint, reference, tokens, tolerance, exact)
+        names = (str(checkpoint), str(reference))
     else:
         found = checkpoints.find(workspace, checkpoint, None, step, engine)
         folder = reference or default_reference(found, workspace)
+        names = (str(found.chosen.item), str(folder))
         common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) against {folder}")
         different, count = exact_difference(found, folder)
         if exact:
@@ -70,11 +75,13 @@ def command(
                 hint="bridge export --to hf --overwrite",
             )
         else:
-            report = compare_logits(found, folder, tokens, tolerance)
-            ok, result = report.ok, report.to_json()
+            compared, profile = compare_logits(found, folder, tokens, tolerance)
+            ok, result = compared.ok, compared.to_json()
             if found.trained:
                 result["exact"] = True
                 common.say(f"weights: all {count} tensors equal the checkpoint rounded once, bit for bit")
+    if report is not None:
+        write_report(report, names, result, profile)
     if as_json:
         common.emit(result)
     else:
@@ -82,6 +89,16 @@ def command(
     if not ok:
         # click's own ctx.exit is a return value to a caller of cli.main, and was lost on the way to the shell.
         sys.exit(1)
+
+
+def write_report(out: Path, names: tuple[str, str], result: dict[str, Any], profile: Profile | None) -> None:
+    """The page of a verification: the two names, the numbers, and the pictures where logits were compared."""
+    from bridge import report
+    from bridge.commands.report import write_page
+
+    pictures = (profile.difference, profile.kl) if profile else ((), ())
+    write_page(out, report.verify_page(report.Verified(*names, result, *pictures)))
+    common.say(f"report: {out}")
 
 
 def default_reference(found: Checkpoint, workspace: Workspace | None) -> Path:
@@ -123,9 +140,9 @@ def exact_difference(found: Checkpoint, folder: Path) -> tuple[list[str], int]:
     return different, sum(len(move.hf) for move in plan)
 
 
-def compare_logits(found: Checkpoint, folder: Path, tokens: int, tolerance: float | None) -> Report:
+def compare_logits(found: Checkpoint, folder: Path, tokens: int, tolerance: float | None) -> tuple[Report, Profile]:
     """PyTorch on `folder` against the engine on the checkpoint, or on the export's rounded weights."""
-    from bridge.converters.parity import compare, pytorch
+    from bridge.converters.parity import compare, profile, pytorch
 
     # The engine's model follows the checkpoint's own facts, PyTorch follows the reference's config.json.
     inputs = compare.probes(found.model, tokens, found.hf)
@@ -133,11 +150,12 @@ def compare_logits(found: Checkpoint, folder: Path, tokens: int, tolerance: floa
     reference, exact = pytorch.logits(folder, inputs, double=tolerance is None)
     limit = tolerance if tolerance is not None else compare.tolerance_of(reference, exact)
     common.say(f"{found.engine} f32 on the same tokens ...")
-    if not found.trained:
-        return compare.compare(inputs, reference, engine_logits(found, found.chosen.item, inputs), limit)
-    with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
-        item = rounded(found, folder, Path(temporary))
-        return compare.compare(inputs, reference, engine_logits(found, item, inputs), limit)
+    if found.trained:
+        with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
+            logits = engine_logits(found, rounded(found, folder, Path(temporary)), inputs)
+    else:
+        logits = engine_logits(found, found.chosen.item, inputs)
+    return compare.compare(inputs, reference, logits, limit), profile.profile(inputs, reference, logits)
 
 
 def rounded(found: Checkpoint, folder: Path, temporary: Path) -> Path:
@@ -156,27 +174,16 @@ def rounded(found: Checkpoint, folder: Path, temporary: Path) -> Path:
 
 def engine_logits(found: Checkpoint, item: Path, inputs: tuple[Probe, ...]) -> list[Logits]:
     """The engine's logits on the tree in `item`."""
-    frequencies = rope.inverse_frequencies(found.model)
-    if found.engine == "maxtext":
-        from bridge import mesh
-        from bridge.configs import maxtext as configs
-        from bridge.converters.parity import maxtext
-
-        run = RunSpec.model_validate({"model": {"source": str(found.hf)}})
-        place = configs.Place("verify", tempfile.gettempdir(), str(item), str(found.hf), found.tree.scanned, "cpu")
-        config = configs.render(run, found.model, mesh.Mesh(1, 1, 1), place)
-        return maxtext.logits(config, item, inputs, frequencies)
-    from bridge.converters.parity import tunix
-
-    return [tunix.logits(item, found.model, probe.ids, probe.positions, frequencies) for probe in inputs]
+    with forward_pass(found, item, max(len(probe.ids) for probe in inputs)) as forward:
+        return [forward(probe.ids, probe.positions) for probe in inputs]
 
 
 def verify_folders(
     checkpoint: Path | None, reference: Path | None, tokens: int, tolerance: float | None, exact: bool
-) -> tuple[bool, dict[str, Any]]:
+) -> tuple[bool, dict[str, Any], Profile | None]:
     """Two Hugging Face folders, by PyTorch or bit by bit."""
     from bridge.converters.hf_store import HfSource
-    from bridge.converters.parity import compare, pytorch
+    from bridge.converters.parity import compare, profile, pytorch
 
     if checkpoint is None or reference is None:
         raise CheckpointError("two folders are needed", hint="bridge verify FOLDER --engine hf --reference OTHER")
@@ -184,13 +191,13 @@ def verify_folders(
         with HfSource(checkpoint) as a, HfSource(reference) as b:
             names = sorted(a.headers.keys() | b.headers.keys())
             different = [name for name in names if a.headers.get(name) != b.headers.get(name) or not a.equals(b, name)]
-        return not different, {"ok": not different, "tensors": len(names), "different": different}
+        return not different, {"ok": not different, "tensors": len(names), "different": different}, None
     inputs = compare.probes(ModelSpec.from_folder(reference), tokens, reference)
     first, exact_logits = pytorch.logits(reference, inputs, double=tolerance is None)
     second, _ = pytorch.logits(checkpoint, inputs, double=False)
     limit = tolerance if tolerance is not None else compare.tolerance_of(first, exact_logits)
     report = compare.compare(inputs, first, second, limit)
-    return report.ok, report.to_json()
+    return report.ok, report.to_json(), profile.profile(inputs, first, second)
 
 
 def show(result: dict[str, Any]) -> None:

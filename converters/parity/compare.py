@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from bridge.model_spec import ModelSpec
 
 Logits = NDArray[np.float32]
+Forward = Callable[[NDArray[np.int32], NDArray[np.int32]], Logits]
+"""From token ids and positions, (n,) each, to logits (n, vocab)."""
 
 FLOOR = 1e-4
 MULTIPLE = 8.0

@@ -6,12 +6,15 @@ import contextlib
 import io
 import logging
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bridge import engine_fixes
-from bridge.converters.parity.compare import Logits, Probe
+from bridge.converters.parity.compare import Forward, Logits, Probe
 
 
 def logits(config: str, item: Path, inputs: tuple[Probe, ...], frequencies: tuple[float, ...]) -> list[Logits]:
@@ -23,10 +26,19 @@ def logits(config: str, item: Path, inputs: tuple[Probe, ...], frequencies: tupl
         inputs: token ids and positions.
         frequencies: `head_dim / 2` inverse RoPE frequencies.
     """
+    longest = max(len(probe.ids) for probe in inputs)
+    with forward_pass(config, item, longest, frequencies) as forward:
+        return [forward(probe.ids, probe.positions) for probe in inputs]
+
+
+@contextlib.contextmanager
+def forward_pass(config: str, item: Path, longest: int, frequencies: tuple[float, ...]) -> Iterator[Forward]:
+    """A function from ids and positions, (n,) each, to f32 logits (n, vocab); at most `longest` tokens."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     engine_fixes.apply("maxtext", frequencies)
     import jax
     import jax.numpy as jnp
+    from flax import nnx
     from maxtext.configs import pyconfig
     from maxtext.utils import model_creation_utils
 
@@ -42,19 +54,23 @@ def logits(config: str, item: Path, inputs: tuple[Probe, ...], frequencies: tupl
             matmul_precision="highest",
             float32_logits=True,
             per_device_batch_size=1,
-            max_target_length=max(len(probe.ids) for probe in inputs),
+            max_target_length=longest,
             enable_tensorboard=False,
         )
         model, mesh = model_creation_utils.from_pretrained(settings)
 
-        def forward(probe: Probe) -> Logits:
-            out = model(
-                decoder_input_tokens=jnp.asarray(probe.ids)[None],
-                decoder_positions=jnp.asarray(probe.positions)[None],
-                decoder_segment_ids=jnp.ones((1, len(probe.ids)), jnp.int32),
-                enable_dropout=False,
-            )
-            return np.asarray(out[0], dtype=np.float32)
+    def step(model: Any, ids: Any, positions: Any) -> Any:
+        return model(
+            decoder_input_tokens=ids[None],
+            decoder_positions=positions[None],
+            decoder_segment_ids=jnp.ones((1, len(ids)), jnp.int32),
+            enable_dropout=False,
+        )[0]
 
+    compiled = nnx.jit(step)
+
+    def forward(ids: NDArray[np.int32], positions: NDArray[np.int32]) -> Logits:
         with jax.set_mesh(mesh):
-            return [forward(probe) for probe in inputs]
+            return np.asarray(compiled(model, jnp.asarray(ids), jnp.asarray(positions)), dtype=np.float32)
+
+    yield forward
