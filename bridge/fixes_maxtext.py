@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge import fixes_tunix
 from bridge.engine_fixes import Fix, Frequencies
 
 
@@ -78,5 +79,12 @@ FIXES = (
         "in the logits of a float32 model, in training and in checks",
         proof="tests/parity/test_maxtext_logits.py",
         install=tied_logits,
+    ),
+    Fix(
+        name="maxtext-orpo-mean-likelihood",
+        engine="maxtext",
+        reason="MaxText's ORPO is Tunix 0.1.7's, which takes the odds from the sum of an answer's log-probabilities",
+        proof="tests/parity/test_tunix_losses.py",
+        install=fixes_tunix.orpo,
     ),
 )

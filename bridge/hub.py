@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fnmatch
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,37 +39,93 @@ def is_id(text: str) -> bool:
     return plain is not None and not re.search(r"--|\.\.|\.git$|[.-]$", text)
 
 
-def resolve(model_id: str, revision: str | None = None, *, download: bool = True) -> Path:
-    """The local folder of a hub model, downloaded on demand into huggingface_hub's own cache.
+@dataclass(frozen=True)
+class Listing:
+    """What a hub model is made of: the commit, and the bytes of every file that a conversion needs."""
+
+    revision: str
+    files: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All files together."""
+        return sum(self.files.values())
+
+
+def resolve(
+    model_id: str, revision: str | None = None, *, download: bool = True, local_dir: Path | None = None
+) -> Path:
+    """The local folder of a hub model, downloaded on demand into huggingface_hub's own cache, or into `local_dir`.
 
     `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME` and the login are respected, since huggingface_hub does the work.
 
     Raises:
         AccessError: no login, wrong login, gated, not found, no such revision, or no network; each its own text.
     """
-    import httpx
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    try:
+    with _explained(model_id, revision, download):
         folder = snapshot_download(
             model_id,
             revision=revision,
             allow_patterns=PATTERNS,
             ignore_patterns=IGNORED,
             local_files_only=not download,
+            local_dir=local_dir,
         )
-    # Nothing of the original is shown: its text holds the request, and with it what the user may not want in a log.
+    return Path(folder)
+
+
+def preflight(model_id: str, revision: str | None = None) -> Listing:
+    """Ask the hub what a download would fetch, and whether this login may: nothing is stored.
+
+    Raises:
+        AccessError: as `resolve`, or there are no safetensors.
+    """
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+
+    with _explained(model_id, revision, True):
+        api = HfApi()
+        commit = api.model_info(model_id, revision=revision).sha or revision or "main"
+        sizes = {entry.path: getattr(entry, "size", 0) for entry in api.list_repo_tree(model_id, revision=commit)}
+        # A gated model is listed to everybody: only its files say whether they are given out.
+        get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=commit))
+    files = {name: size for name, size in sizes.items() if _matches(name, PATTERNS) and not _matches(name, IGNORED)}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise AccessError(
+            f"{model_id} has no safetensors", details=sorted(sizes), hint="take a repository that has the weights so"
+        )
+    return Listing(commit, files)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    """As huggingface_hub matches: `*` stands for slashes too."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@contextlib.contextmanager
+def _explained(model_id: str, revision: str | None, download: bool) -> Iterator[None]:
+    """Turn what huggingface_hub raises into an AccessError.
+
+    Nothing of the original is shown: its text holds the request, and with it what the user may not want in a log.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.HFValidationError:
         raise AccessError(
             f"{model_id!r} at revision {revision!r} is no name the hub knows", hint="it looks like organisation/name"
         ) from None
+    except errors.OfflineModeIsEnabled:
+        raise _not_cached(None, model_id, download) from None
     except errors.LocalEntryNotFoundError as error:
         raise _not_cached(error.__cause__, model_id, download) from None
     except errors.HfHubHTTPError as error:
         raise _refused(error, model_id, revision) from None
     except (httpx.HTTPError, OSError) as error:
         raise _broken_off(error, model_id) from None
-    return Path(folder)
 
 
 def _page(model_id: str) -> str:

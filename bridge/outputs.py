@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ TEMPORARY = ".bridge-tmp-"
 ASIDE = ".bridge-old-"
 LOCK = ".bridge-lock"
 LOCK_TRIES = 20
+REMOTE = re.compile(r"(?:.*/)?(?:gs|s3|s3a|az|abfss?|https?|hf|file|memory):/")
 # What TensorStore says in a text only; it raises a ValueError for all of them.
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE)
 
@@ -41,6 +43,7 @@ def new_folder(
     Raises:
         OutputError: `final` exists, cannot be written, is being written by another process, or the disk is full.
     """
+    refuse_remote(final)
     final = Path(os.path.abspath(final))
     _refuse_harm(final, overwrite, reads)
     if not overwrite and not unfinished(final):
@@ -68,6 +71,15 @@ def refuse_existing(final: Path) -> None:
     if os.path.lexists(final) and not _is_empty_folder(final):
         raise OutputError(
             f"{final} exists", hint="--overwrite replaces it once the new one is complete, --out names another"
+        )
+
+
+def refuse_remote(path: str | Path) -> None:
+    """Raise an OutputError for an object store's address: as a path it would name a folder `gs:` on this disk."""
+    if REMOTE.match(str(path)):
+        raise OutputError(
+            f"{path} is not on a file system of this host",
+            hint="copy it here first (gcloud storage cp -r, aws s3 cp --recursive), or mount the bucket",
         )
 
 

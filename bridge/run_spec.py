@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from bridge import spec_yaml
 from bridge.errors import SpecError
 
 Engine = Literal["maxtext", "tunix"]
@@ -116,6 +117,7 @@ class SlurmSection(Section):
     partition: str | None = None
     account: str | None = None
     time: str | None = Field(None, description="limit of the job, as sbatch takes it: 12:00:00")
+    cpus: Positive | None = Field(None, description="CPUs a process; Slurm's own default may be one")
     options: tuple[str, ...] = Field((), description="more options of sbatch: --exclusive, --qos=high")
     setup: tuple[str, ...] = Field((), description="shell lines before the processes start: module load cuda")
 
@@ -128,6 +130,7 @@ class JobSetSection(Section):
     mount: str | None = Field(None, description="where the shared storage lies in the pods, and here; holds workdir")
     claim: str | None = Field(None, description="PersistentVolumeClaim (ReadWriteMany) of the shared storage")
     bucket: str | None = Field(None, description="Cloud Storage bucket in its place, through gcsfuse")
+    service_account: str | None = Field(None, description="of the pods; a bucket needs one that may read and write it")
     secret: str | None = Field(None, description="Secret whose key HF_TOKEN is the Hugging Face token")
     accelerator: str | None = Field(None, description="GKE's name: tpu-v6e-slice, nvidia-h100-80gb")
     topology: str | None = Field(None, description="of a TPU slice: 4x4")
@@ -188,6 +191,8 @@ class RunSpec(Section):
     @classmethod
     def _no_token(cls, settings: dict[str, Any]) -> dict[str, Any]:
         for key in settings:
+            if not re.fullmatch(r"\w[\w.-]*", key, re.ASCII):
+                raise ValueError(f"{key!r} is no name of a setting")
             if "token" in key.lower() and "access" in key.lower():
                 raise ValueError(f"{key}: a token does not belong in a spec, set HF_TOKEN or log in")
         return settings
@@ -199,21 +204,12 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> RunSpec:
     Raises:
         SpecError: unreadable, no YAML, or not valid; all problems at once.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise SpecError(f"there is no {path}", hint="`bridge init` writes one, `--spec FILE` names another") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}") from error
-    return parse(text, overrides, where=str(path))
+    return parse(spec_yaml.read_text(path), overrides, where=str(path))
 
 
 def parse(text: str, overrides: tuple[str, ...] = (), where: str = "bridge.yaml") -> RunSpec:
     """As `load`, from text."""
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise SpecError(f"{where} is not valid YAML: {error}") from error
+    values = spec_yaml.read_values(text, where)
     if not isinstance(values, dict):
         raise SpecError(f"{where} must be a mapping with at least model.source")
     for override in overrides:
@@ -236,10 +232,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise SpecError(f"{key}: {parent} has no keys of its own")
         values = inner
-    try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{key}: {text!r} is not valid YAML: {error}") from error
+    values[last] = spec_yaml.read_values(text, key)
     if isinstance(values[last], str):  # YAML 1.1 reads 1e-5 as text
         with contextlib.suppress(ValueError):
             values[last] = float(text)

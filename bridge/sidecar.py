@@ -107,7 +107,7 @@ def inside(folder: Path, name: str, where: Path) -> Path:
     Raises:
         CheckpointError: the name has a folder in it, or the file is a link that leaves the folder.
     """
-    if not name or name in (".", "..") or re.search(r"[/\\\0]", name):
+    if not name or len(name) > 200 or name in (".", "..") or re.search(r"[/\\\0]", name):
         raise CheckpointError(f"{where}: {name!r} is not a plain file name")
     path = folder / name
     if path.is_symlink():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import bridge
+
+PAIR = re.compile(r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})")
 
 
 def header(engine: str, version: str, *notes: str) -> str:
@@ -22,7 +25,12 @@ def yaml_value(value: Any) -> str:
     MaxText reads its YAML with OmegaConf, which would take `${name}` in a text for a reference: it is escaped.
     """
     if isinstance(value, str):
-        value = value.replace("${", "\\${")
+        # JSON writes what lies beyond 16 bits as two halves, YAML as one number of eight digits.
+        return PAIR.sub(_whole, json.dumps(value.replace("${", "\\${")))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(yaml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {yaml_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -32,6 +40,10 @@ def yaml_value(value: Any) -> str:
         # YAML 1.1 takes 1e-05 for text: it wants a dot.
         return text if "e" not in text or "." in text else text.replace("e", ".0e")
     return json.dumps(value)
+
+
+def _whole(pair: re.Match[str]) -> str:
+    return f"{pair[1]}\\U{0x10000 + ((int(pair[2], 16) & 0x3FF) << 10) + (int(pair[3], 16) & 0x3FF):08x}"
 
 
 def yaml_section(title: str, values: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ class AdapterFacts:
         problems = []
         if type(self.rank) is not int or self.rank < 1:
             problems.append(f"rank: {self.rank!r} is not a positive integer")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not abs(self.alpha) < 1e300:
             problems.append(f"alpha: {self.alpha!r} is not a number")
         unknown = [target for target in self.targets if target not in TARGETS]
         if unknown or not self.targets or list(self.targets) != sort_targets(self.targets):

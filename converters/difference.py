@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -104,9 +104,10 @@ class EngineSide:
     def read(self, name: str, start: int, count: int) -> Values:
         """The units that cover the range are read from the array, and no others."""
         move, layer = self._place[name]
-        unit = unit_elements(move, axes_of(self.model))
+        axes = axes_of(self.model)
+        unit = unit_elements(move, axes)
         units = range(start // unit, -(-(start + count) // unit))
-        cutting = Cutting(1, len(units), len(units), len(move.hf), move.hf_shape[0])
+        cutting = Cutting(1, len(units), len(units), len(move.hf), axes[move.rule.cut_axis])
         dtype = self.tree.leaves[move.engine].tensor.dtype
         slab = Slab(move, self.model, cutting, range(layer, layer + 1), units, dtype)
         ((_, first, values),) = self.pieces(slab)
@@ -182,7 +183,7 @@ def max_difference(x: Values, y: Values, of_x: Form, of_y: Form) -> float:
     if of_x.scale == 1.0 and of_y.scale != 1.0:
         return max_difference(y, x, of_y, of_x)
     equal = (x == y) | (np.isnan(x) & np.isnan(y))
-    if of_x.scale != of_y.scale:
+    if of_x.scale != 1.0 and of_y.scale == 1.0:
         with np.errstate(over="ignore"):
             wanted = bits.to_float32(bits.from_float32(y * np.float32(of_x.scale), of_x.dtype), of_x.dtype)
         equal = (x == wanted) | (np.isnan(x) & np.isnan(wanted))
@@ -198,17 +199,10 @@ def _jobs(
     a: Side, b: Side, names: frozenset[str], note: Callable[[str, Values, Values], None], budget: Budget
 ) -> list[Callable[[], None]]:
     """The comparison in pieces; an engine's side leads, the one with stacked layers before the other."""
-    leads = isinstance(a, EngineSide) and (not isinstance(b, EngineSide) or len(a.moves) <= len(b.moves))
-    if leads or isinstance(b, EngineSide):
-        leader, partner = (a, b) if leads else (b, a)
-        assert isinstance(leader, EngineSide)  # for the type checker
-
-        def visit(slab: Slab) -> None:
-            for name, mine, other in _pairs(leader, partner, slab, names):
-                note(name, mine if leads else other, other if leads else mine)
-
-        moves = [move for move in leader.moves if names & set(move.hf)]
-        return [functools.partial(visit, slab) for move in moves for slab in leader.slabs(move, budget)]
+    if isinstance(a, EngineSide) and (not isinstance(b, EngineSide) or len(a.moves) <= len(b.moves)):
+        return _led(a, b, names, note, budget)
+    if isinstance(b, EngineSide):
+        return _led(b, a, names, lambda name, mine, other: note(name, other, mine), budget)
 
     def read(name: str, start: int, count: int) -> None:
         note(name, a.read(name, start, count), b.read(name, start, count))
@@ -223,10 +217,27 @@ def _jobs(
     ]
 
 
-def _pairs(leader: EngineSide, partner: Side, slab: Slab, names: frozenset[str]) -> Iterator[tuple[str, Values, Values]]:
+def _led(
+    leader: EngineSide,
+    partner: Side,
+    names: frozenset[str],
+    note: Callable[[str, Values, Values], None],
+    budget: Budget,
+) -> list[Callable[[], None]]:
+    def visit(slab: Slab) -> None:
+        for name, mine, other in _pairs(leader, partner, slab, names):
+            note(name, mine, other)
+
+    moves = [move for move in leader.moves if names & set(move.hf)]
+    return [functools.partial(visit, slab) for move in moves for slab in leader.slabs(move, budget)]
+
+
+def _pairs(
+    leader: EngineSide, partner: Side, slab: Slab, names: frozenset[str]
+) -> Iterator[tuple[str, Values, Values]]:
     pieces = leader.pieces(slab)
     if isinstance(partner, EngineSide) and partner.has(slab.move):
-        for (name, _, mine), (_, _, other) in zip(pieces, partner.pieces(replace_model(slab, partner)), strict=True):
+        for (name, _, mine), (_, _, other) in zip(pieces, partner.pieces(slab), strict=True):
             if name in names:
                 yield name, mine, other
         return

@@ -114,14 +114,17 @@ def read_facts(folder: Path, model: ModelSpec, headers: Mapping[str, Tensor]) ->
         if not isinstance(pattern, dict) or any(one != value for one in pattern.values()):
             refused.append(f"{key}: {pattern!r} (an engine's adapter has one rank and one alpha: {value})")
     layers = config.get("layers_to_transform")
-    chosen = {layers} if isinstance(layers, int) else set(layers or range(model.layers))
-    if chosen != set(range(model.layers)):
+    chosen = [layers] if isinstance(layers, int) else layers or list(range(model.layers))
+    numbers = isinstance(chosen, list) and all(type(layer) is int for layer in chosen)
+    if not numbers or set(chosen) != set(range(model.layers)):
         refused.append(f"layers_to_transform: {layers!r} (an engine's adapter is on all {model.layers} layers)")
     if refused:
         raise UnsupportedError(
             f"{path}: {len(refused)} setting(s) that adapters of MaxText and Tunix cannot express", details=refused
         )
-    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float):
+    if type(rank) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise CheckpointError(f"{path}: r is {rank!r} and lora_alpha is {alpha!r}, both must be numbers")
+    if not 1 <= rank < 1 << 31 or not abs(alpha) < 1e300:
         raise CheckpointError(f"{path}: r is {rank!r} and lora_alpha is {alpha!r}, both must be numbers")
     if config.get("use_rslora"):
         alpha = alpha * math.sqrt(rank)

@@ -127,12 +127,10 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     Raises:
         LaunchError: another form.
     """
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text.strip()):
-        hosts += _expand(item)
-    if not hosts or any("[" in host or "]" in host for host in hosts):
+    items = re.findall(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*", text)
+    if not items or ",".join(items) != text:
         raise LaunchError(f"the node list {text!r} is not understood")
-    return tuple(hosts)
+    return tuple(host for item in items for host in _expand(item))
 
 
 def _expand(item: str) -> list[str]:

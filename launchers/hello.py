@@ -26,6 +26,21 @@ class Hello:
     versions: Mapping[str, str]
     loopback: bool = False
 
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Hello:
+        """What was received; TypeError when it is something else, as from a stranger at the port."""
+        hello = cls(**value)
+        kinds = (
+            (hello.process, int),
+            (hello.count, int),
+            (hello.host, str),
+            (hello.run_dir, str),
+            (hello.versions, dict),
+        )
+        if not all(isinstance(found, kind) for found, kind in kinds):
+            raise TypeError("no process of a run")
+        return hello
+
     @property
     def name(self) -> str:
         """`process 1 on hostB`."""

@@ -120,6 +120,8 @@ def _pod(plan: Sequence[Launch], cluster: Cluster, section: ClusterSection, hard
         "containers": [container],
         "volumes": [_shared(settings), {"name": "memory", "emptyDir": {"medium": "Memory"}}],
     }
+    if settings.service_account:
+        pod["serviceAccountName"] = settings.service_account
     selector = {}
     if settings.accelerator:
         kind = "gke-tpu-accelerator" if hardware == "tpu" else "gke-accelerator"
@@ -176,6 +178,7 @@ def execute(text: str, name: str, namespace: str, count: int, show: Show, verbos
     if shutil.which("kubectl") is None:
         raise LaunchError("there is no kubectl on PATH", hint="--dry-run prints the manifest to apply elsewhere")
     target = ("--namespace", namespace)
+    _clear(name, target)
     _kubectl([*target, "apply", "-f", "-"], f"kubectl did not apply the JobSet {name}", text)
     show(f"JobSet {namespace}/{name} applied")
     selector = f"jobset.sigs.k8s.io/jobset-name={name}"
@@ -197,8 +200,22 @@ def execute(text: str, name: str, namespace: str, count: int, show: Show, verbos
         raise followed.failure(f"JobSet {name} ended: {ended}", 1, None)
 
 
+def _clear(name: str, target: Sequence[str]) -> None:
+    """A JobSet cannot be changed: one of the same name that has ended makes room, as a resumed run has its name."""
+    get = [*target, "get", "jobset", name, "-o", "json", "--ignore-not-found"]
+    text = _kubectl(get, f"kubectl cannot look for a JobSet {name}")
+    if not text.strip():
+        return
+    if _ended(text) is None:
+        raise LaunchError(f"JobSet {name} is still running", hint=f"kubectl delete jobset {name}, or --run NAME")
+    _kubectl([*target, "delete", "jobset", name], f"kubectl did not delete the ended JobSet {name}")
+
+
 def _condition(name: str, target: Sequence[str]) -> str | None:
-    text = _kubectl([*target, "get", "jobset", name, "-o", "json"], f"kubectl does not find the JobSet {name}")
+    return _ended(_kubectl([*target, "get", "jobset", name, "-o", "json"], f"kubectl does not find JobSet {name}"))
+
+
+def _ended(text: str) -> str | None:
     conditions: Sequence[Mapping[str, Any]] = json.loads(text).get("status", {}).get("conditions", [])
     ended = [each["type"] for each in conditions if each.get("status") == "True"]
     return next((kind for kind in ended if kind in ("Completed", "Failed")), None)

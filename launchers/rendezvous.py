@@ -123,7 +123,7 @@ class _Host:
         """A new process, or one that has gone again; what is neither is a stranger, and hung up on."""
         try:
             value = line.feed()
-            hello = None if value is None else Hello(**value)
+            hello = None if value is None else Hello.of(value)
         except (OSError, ValueError, TypeError):
             selector.unregister(line.socket)
             line.socket.close()

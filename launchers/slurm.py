@@ -53,10 +53,12 @@ def render(
     lines += [f"export {key}={_quote(value)}" for key, value in common.items()]
     inner = "; ".join([*(f"export {key}={TASK[key]}" for key in own if key in TASK), *_devices(own, cluster)])
     shell = f"{inner}; exec {shlex.join(plan[0].argv)}" if inner else f"exec {shlex.join(plan[0].argv)}"
+    cpus = f"--cpus-per-task={section.slurm.cpus} " if section.slurm.cpus else ""
     lines += [
         f"cd {shlex.quote(plan[0].cwd)}",
         "# A task that fails ends all others; one that ends early is waited for a minute.",
-        f"srun --kill-on-bad-exit=1 --wait=60 --output={shlex.quote(f'{logs}/process-%t.log')} --open-mode=append \\",
+        f"srun {cpus}--kill-on-bad-exit=1 --wait=60 --open-mode=append \\",
+        f"    --output={shlex.quote(f'{logs}/process-%t.log')} \\",
         f"    bash -c {shlex.quote(shell)}",
     ]
     return "\n".join(lines) + "\n"
@@ -75,6 +77,7 @@ def _directives(cluster: Cluster, section: ClusterSection, hardware: str, name: 
         "job-name": name,
         "nodes": len(cluster.hosts),
         "ntasks-per-node": cluster.processes,
+        "cpus-per-task": slurm.cpus,
         "partition": slurm.partition,
         "account": slurm.account,
         "time": slurm.time,

@@ -76,7 +76,12 @@ class Stopping:
         self._client.key_value_set(KEY, "1", allow_overwrite=True)
 
     def _follow(self) -> None:
-        self._client.blocking_key_value_get(KEY, FOREVER_MS)
+        from jax.errors import JaxRuntimeError
+
+        try:
+            self._client.blocking_key_value_get(KEY, FOREVER_MS)
+        except JaxRuntimeError:  # the run is over, or its coordinator has gone, which the training itself reports
+            return
         with self._lock:  # nobody goes on until all have said how far they are
             self._client.key_value_set(f"{KEY}/{self._process}", str(self._step))
             steps = [

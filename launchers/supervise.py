@@ -93,7 +93,7 @@ def supervise(
                 show(f"{received[0].name}: stopping; a checkpoint is saved if a step ends within {grace:g} s")
                 _stop(children, grace + GRACE_MARGIN, received)
             elif failed:
-                _let_culprit_show(children)
+                failed += _later_failures(children, failed)
         finally:
             _stop(children, FAILURE_GRACE, received)
             for pump in pumps:
@@ -167,11 +167,12 @@ def _wait(children: Sequence[Child], received: list[signal.Signals]) -> list[int
     return []
 
 
-def _let_culprit_show(children: Sequence[Child]) -> None:
+def _later_failures(children: Sequence[Child], failed: Sequence[int]) -> list[int]:
     """The first to exit is often a survivor: its neighbour's traceback may still be on the way."""
     patience = time.monotonic() + CULPRIT_PATIENCE
     while time.monotonic() < patience and any(child.popen.poll() is None for child in children):
         time.sleep(0.05)
+    return [number for number, child in enumerate(children) if child.popen.poll() and number not in failed]
 
 
 def _stop(children: Sequence[Child], grace: float, received: list[signal.Signals]) -> None:

@@ -109,14 +109,15 @@ def load(
     return nnx.merge(graph, tunix_llama.fill(state, values))
 
 
-def load_trained(model: ModelSpec, base: Path, trained: Path, adapters: Adapters) -> Any:
-    """A trained model for checks: bf16 or NF4 base, the adapters of a run, everything computed in f32.
+def load_trained(model: ModelSpec, base: Path, trained: Path, adapters: Adapters, dtype: str = "bfloat16") -> Any:
+    """A trained model for checks: its base in `dtype` or NF4, the adapters of a run, everything computed in f32.
 
     Args:
         model: the facts.
         base: absolute item of the base checkpoint, `<checkpoint>/<step>/model_params`.
         trained: absolute item of the run's checkpoint, which holds adapters alone.
         adapters: as they were trained.
+        dtype: of the base's weights in training.
 
     Raises:
         SpecError, UnsupportedError, CheckpointError: base, adapters and facts do not belong together.
@@ -125,7 +126,7 @@ def load_trained(model: ModelSpec, base: Path, trained: Path, adapters: Adapters
     import orbax.checkpoint as ocp
     from flax import nnx
 
-    llama = load(model, base, "bfloat16", None, "none", adapters)
+    llama = load(model, base, dtype, None, "none", adapters)
     state = nnx.state(llama, nnx.LoRAParam)
     tunix_llama.check(trained, {path: leaf.shape for path, leaf in tunix_llama.leaves(state).items()})
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def make_mesh(run: RunSpec, model: ModelSpec) -> Any:
     mesh.check(shape, model)
     if model.embed % shape.tensor:
         raise SpecError(f"tensor {shape.tensor} does not divide embed {model.embed}: Tunix shards the norms along it")
+    # Its advice, jax.set_mesh, would make Tunix shard nothing, in silence.
+    warnings.filterwarnings("ignore", message="`with mesh:`", category=DeprecationWarning)
     devices = np.asarray(jax.devices()).reshape(shape.fsdp, shape.tensor)
     say(f"mesh: fsdp {shape.fsdp} x tensor {shape.tensor} on {jax.process_count()} process(es)")
     return jax.sharding.Mesh(devices, tunix_llama.AXES)

@@ -170,6 +170,6 @@ def of_run(run: RunSpec, engine: str, base: str) -> dict[str, Any] | None:
         quantization="nf4" if quantized else None,
         tile_size=run.lora.tile_size if quantized else None,
         base=base,
-        base_dtype=dtype if quantized else None,
+        base_dtype=dtype,
         quantized=TARGETS if quantized and engine == "tunix" else None,
     ).to_json()

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bridge import outputs
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, CheckpointError
 
 if TYPE_CHECKING:
     from bridge.converters.plan import Move
@@ -93,6 +94,9 @@ def command(
 def _source(model: str | None, workspace: Workspace | None) -> tuple[Path, str, str | None]:
     """The folder, what the user called it, and the revision."""
     if model is not None:
+        outputs.refuse_remote(model)
+        if outputs.is_unfinished(Path(model).expanduser()):
+            raise CheckpointError(f"{model} was never finished: what wrote it was stopped, or is still at work")
         if Path(model).expanduser().is_dir():
             return Path(model).expanduser().absolute(), str(Path(model).expanduser().absolute()), None
         from bridge import hub
@@ -121,6 +125,7 @@ class _Job:
         self.source = HfSource(folder)
         self.left_out = check.source(self.moves, self.source, self.table, self.model)
         tokenizer_file.check(folder, self.model.vocab)
+        warn_if_endless(folder)
         self.budget = Budget(memory)
 
     @property
@@ -197,6 +202,15 @@ class _Job:
                 "left_out": self.left_out,
             },
         )
+
+
+def warn_if_endless(folder: Path) -> None:
+    """Say it when answers of this model would not end, as its small files are."""
+    from bridge.converters import tokenizer_file
+
+    reason = tokenizer_file.never_stops(folder)
+    if reason:
+        common.say(f"warning: {reason}: answers will not end there; add it to eos_token_id")
 
 
 def move_bytes(move: Move, headers: dict[str, Any]) -> int:

@@ -13,24 +13,25 @@ from bridge.demo import flow
 from bridge.demo.flow import Step
 from bridge.errors import BridgeError
 
-PRESETS = {"maxtext": "smollm2-135m"}
+PRESETS = {"maxtext": "smollm2-135m", "tunix": "smollm2-135m-qlora"}
 ANSWERS = "answers.json"
 
 
 @click.command(epilog=common.examples("bridge demo", "bridge demo --out ~/bridge-demo"))
 @click.option("--engine", type=click.Choice(sorted(PRESETS)), default="maxtext", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("demo"), show_default=True)
-def command(engine: str, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Default: demo, or demo-tunix.")
+def command(engine: str, out: Path | None) -> None:
     """The whole way on a real small model, on a CPU: convert, train, export, verify.
 
     The model is SmolLM2-135M-Instruct (Llama architecture, Apache-2.0), out of a PyPI package. The steps are the
-    commands that you would type for Llama 3.1 8B. What is already there is reused.
+    commands that you would type for Llama 3.1 8B: full SFT with maxtext, QLoRA with tunix. What is already there is
+    reused.
     """
     from bridge.demo.model import ensure_model
 
     common.on_cpu()
     begun = time.monotonic()
-    out = out.absolute()
+    out = (out or Path("demo" if engine == "maxtext" else f"demo-{engine}")).absolute()
     ensure_model(out / "model")
     flow.write_inputs(out, PRESETS[engine])
     from bridge import run_spec
@@ -49,7 +50,7 @@ def command(engine: str, out: Path) -> None:
     answers = _answers(out, "after", out / "export" / "hf")
     _show(out, run_dir, answers)
     common.say(f"\n{time.monotonic() - begun:.0f} s in all. Everything lies in {out}:")
-    common.say("  bridge.yaml             the spec: edit it, then `bridge launch sft --run second`")
+    common.say(f"  bridge.yaml             the spec: edit it, then `bridge launch {method} --run second`")
     common.say("  checkpoints/, runs/     the converted checkpoint; config, logs, metrics and checkpoints of the run")
     common.say("  export/hf/              a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it")
     common.say(f"  tensorboard --logdir {run_dir.relative_to(out)}/tensorboard")

@@ -12,6 +12,7 @@ from bridge import sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
+from bridge.commands.convert import warn_if_endless
 from bridge.errors import BridgeError, CheckpointError, UnsupportedError
 from bridge.model_spec import read_json
 
@@ -146,6 +147,7 @@ def write(
     source = found.open()
     if not (found.hf / "config.json").is_file():
         raise CheckpointError(f"{found.hf} has no config.json", hint="--base DIR names the Hugging Face folder")
+    warn_if_endless(found.hf)
     total = sum(tensor.bytes for tensor in tensors.values())
     reads = [found.chosen.item, found.hf]
     with new_folder(final, overwrite=overwrite, needs_bytes=total, reads=reads) as folder:

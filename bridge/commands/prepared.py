@@ -54,6 +54,7 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     converted = workspace.converted(engine)
     facts = sidecar.read(converted)
     model = facts.model if facts else ModelSpec.from_folder(workspace.model_folder(download=False))
+    run = keeping_the_base(run, engine, facts.dtypes.get("all", model.dtype) if facts else model.dtype)
     if run.train.sequence_length > model.context:
         raise SpecError(
             f"train.sequence_length {run.train.sequence_length} exceeds the model's {model.context} positions"
@@ -68,6 +69,18 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(converted / sidecar.HF)
     text = render(engine, run, model, shape, hardware, frequencies, run_dir, converted, tokenizer, facts, workspace)
     return Prepared(workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies, placed)
+
+
+def keeping_the_base(run: RunSpec, engine: str, source: str) -> RunSpec:
+    """Adapters on a base that bfloat16 would round are trained on it in float32: it is what they are exported with.
+
+    MaxText's scanned LoRA needs the compute dtype to be the same.
+    """
+    train = run.train
+    if train.method not in ("lora", "qlora") or train.weight_dtype != "auto" or source == "bfloat16":
+        return run
+    changes = {"weight_dtype": "float32"} | ({"dtype": "float32"} if engine == "maxtext" else {})
+    return run.model_copy(update={"train": train.model_copy(update=changes)})
 
 
 def render(
@@ -100,7 +113,7 @@ def render(
     from bridge.configs import tunix
 
     checkpoint = str(converted / "0" / "model_params")
-    return tunix.render(run, model, frequencies, checkpoint, str(run_dir), tokenizer)
+    return tunix.render(run, model, frequencies, checkpoint, str(run_dir), tokenizer, str(workspace.base))
 
 
 def hardware_of(run: RunSpec) -> str:

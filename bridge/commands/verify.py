@@ -52,7 +52,8 @@ def command(
     """Prove a checkpoint: the engine's f32 logits against PyTorch's. Exit code 1 when it fails.
 
     The reference of a converted checkpoint is its source; of a trained one its own export, whose weights must first
-    equal the checkpoint rounded once, bit for bit.
+    equal the checkpoint rounded once, bit for bit. An adapter is compared, switched on in the engine, with PyTorch on
+    the merged weights.
     """
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
@@ -62,6 +63,11 @@ def command(
         names = (str(checkpoint), str(reference))
     else:
         found = checkpoints.find(workspace, checkpoint, None, step, engine)
+        if found.tree.adapters:
+            from bridge.commands import verify_adapter
+
+            verify_adapter.run(found, workspace, reference, tokens, tolerance, exact, as_json)
+            return
         folder = reference or default_reference(found, workspace)
         names = (str(found.chosen.item), str(folder))
         common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) against {folder}")

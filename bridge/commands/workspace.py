@@ -72,6 +72,7 @@ class Workspace:
         return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True)
 
     def _folder(self, text: str, revision: str | None, key: str, download: bool) -> Path:
+        outputs.refuse_remote(text)
         local = self.path(text)
         if local.is_dir():
             return local

@@ -32,8 +32,16 @@ def logits(config: str, item: Path, inputs: tuple[Probe, ...], frequencies: tupl
 
 
 @contextlib.contextmanager
-def forward_pass(config: str, item: Path, longest: int, frequencies: tuple[float, ...]) -> Iterator[Forward]:
-    """A function from ids and positions, (n,) each, to f32 logits (n, vocab); at most `longest` tokens."""
+def forward_pass(
+    config: str, item: Path, longest: int, frequencies: tuple[float, ...], adapter: Path | None = None
+) -> Iterator[Forward]:
+    """A function from ids and positions, (n,) each, to f32 logits (n, vocab); at most `longest` tokens.
+
+    Args:
+        config, item, frequencies: as `logits`.
+        longest: tokens of the longest input.
+        adapter: the tree of a trained adapter, for a config that enables them.
+    """
     logging.getLogger("absl").setLevel(logging.ERROR)
     engine_fixes.apply("maxtext", frequencies)
     import jax
@@ -58,6 +66,8 @@ def forward_pass(config: str, item: Path, longest: int, frequencies: tuple[float
             enable_tensorboard=False,
         )
         model, mesh = model_creation_utils.from_pretrained(settings)
+        if adapter is not None:
+            model = _adapted(model, mesh, settings, adapter)
 
     def step(model: Any, ids: Any, positions: Any) -> Any:
         return model(
@@ -74,3 +84,20 @@ def forward_pass(config: str, item: Path, longest: int, frequencies: tuple[float
             return np.asarray(compiled(model, jnp.asarray(ids), jnp.asarray(positions)), dtype=np.float32)
 
     yield forward
+
+
+def _adapted(model: Any, mesh: Any, settings: Any, adapter: Path) -> Any:
+    """The model with the adapters that MaxText's trainer would give it, and their trained values."""
+    import jax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.utils import lora_utils
+
+    with jax.set_mesh(mesh), logical_axis_rules(settings.logical_axis_rules):
+        model = lora_utils.apply_lora_to_model(model, mesh, settings)
+    state = nnx.state(model, nnx.LoRAParam)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(model, checkpointer.restore(adapter, target=target))
+    return model

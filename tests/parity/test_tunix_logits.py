@@ -13,7 +13,7 @@ from conftest import Tiny
 from numpy.typing import NDArray
 from tunix_checkpoints import convert
 
-from bridge import engine_fixes, fixes_tunix, tunix_llama
+from bridge import engine_fixes, tunix_llama
 from bridge.converters.parity.tunix import forward, logits
 from bridge.errors import CheckpointError, UnsupportedError
 from bridge.model_spec import ModelSpec
@@ -41,7 +41,7 @@ def torch_logits(folder: Path, tokens: NDArray[Any], positions: NDArray[Any], dt
 
 
 def stock_logits(item: Path, spec: ModelSpec, tokens: NDArray[Any], positions: NDArray[Any]) -> Logits:
-    """The same weights in Tunix's model as it comes: its module is loaded a second time, out of the corrections' reach."""
+    """The same weights in Tunix's model as it comes: its module, loaded once more, out of the corrections' reach."""
     from flax import nnx
     from tunix.models.llama3 import model as corrected
 
@@ -152,26 +152,32 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Tiny, tmp_path: Path) ->
         tunix_llama.load(other, tmp_path / "nowhere", "float32")
 
 
-def test_the_loss_is_taken_in_float32() -> None:
-    """Against numpy in f64, on bf16 logits whose log-softmax in bf16 would be off by a percent."""
-    import jax.numpy as jnp
-    from tunix.sft import peft_trainer
+def test_tunix_sampler_writes_what_transformers_writes(tiny: Tiny, tmp_path: Path) -> None:
+    """Greedy, through the sampler's own compiled prefill and decode with a key-value cache."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+    from tunix.generate.sampler import CacheConfig, Sampler
 
-    stock = peft_trainer._default_loss_fn
-    try:
-        fixes_tunix.loss([])
-        random = np.random.default_rng(0)
-        raw = jnp.asarray(random.standard_normal((2, 9, 50)) * 4, jnp.bfloat16)
-        tokens, mask = random.integers(0, 50, (2, 9)), random.random((2, 9)) < 0.5
-        values = np.asarray(raw, np.float64)[:, :-1]
-        likelihood = values - np.log(np.exp(values).sum(-1, keepdims=True))
-        picked = np.take_along_axis(likelihood, tokens[:, 1:, None], -1)[..., 0]
-        expected = -picked[mask[:, 1:]].mean()
-        arguments = (lambda *_: (raw, None), jnp.asarray(tokens), jnp.asarray(mask), None, None)
-        assert float(peft_trainer._default_loss_fn(*arguments)) == pytest.approx(expected, rel=1e-6)
-        nothing = (*arguments[:2], jnp.zeros((2, 9), bool), None, None)
-        assert float(peft_trainer._default_loss_fn(*nothing)) == 0
-        if stock is not fixes_tunix.token_loss:
-            assert float(stock(*arguments)) != pytest.approx(expected, rel=1e-4)
-    finally:
-        peft_trainer._default_loss_fn = stock
+    folder = tiny("scaled", dtype="float32", layers=2, tokenizer="llama")
+    spec = ModelSpec.from_folder(folder)
+    engine_fixes.apply("tunix", inverse_frequencies(spec))
+    llama = tunix_llama.load(spec, convert(folder, tmp_path / "converted"), "float32")
+    make: Any = AutoTokenizer
+    tokenizer = make.from_pretrained(folder)
+    prompt, count = "The capital of France is Paris, a city on the river. " * 3, 24
+    cache = CacheConfig(cache_size=256, num_layers=spec.layers, num_kv_heads=spec.kv_heads, head_dim=spec.head_dim)
+    sampler = Sampler(llama, tokenizer, cache)
+    written = sampler([prompt], max_generation_steps=count, echo=False, eos_tokens=[spec.vocab + 1])
+    make = LlamaForCausalLM
+    reference = make.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    expected = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, ids.shape[1] :]
+    assert len(expected) == count
+    assert np.asarray(written.tokens[0])[:count].tolist() == expected.tolist()

@@ -1,0 +1,104 @@
+"""`bridge verify` of an adapter: the engine with the adapter on against PyTorch on the merged weights."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.commands import adapter as adapters
+from bridge.commands import common
+from bridge.commands.forward import adapted_pass
+from bridge.commands.verify import show
+from bridge.commands.workspace import Workspace
+from bridge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bridge.commands.checkpoint import Checkpoint
+    from bridge.converters.adapter_facts import AdapterFacts
+
+
+def run(
+    found: Checkpoint,
+    workspace: Workspace | None,
+    reference: Path | None,
+    tokens: int,
+    tolerance: float | None,
+    exact: bool,
+    as_json: bool,
+) -> None:
+    """Compare, show the result, and end with exit code 1 when it fails.
+
+    With `exact`, a merged export (`reference`, or `export/hf`) is compared bit by bit with the merge made anew.
+    """
+    facts = adapters.Options().facts(found)
+    base = adapters.base_folder(found, facts, None, workspace)
+    common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) on its base {base}")
+    with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
+        merged = Path(temporary) / "merged"
+        if exact:
+            folder = reference or (workspace.export("hf") if workspace else None)
+            if folder is None or not folder.is_dir():
+                raise CheckpointError("there is no merged export to compare with", hint="bridge export --to hf")
+            adapters.write_merged(found, facts, base, merged, "source", 5_000_000_000, "dequantized", False)
+            result = same_bits(folder, merged)
+        else:
+            adapters.write_merged(found, facts, base, merged, "float32", 5_000_000_000, "dequantized", False)
+            result = compare(found, facts, merged, converted(found, workspace), tokens, tolerance)
+    if as_json:
+        common.emit(result)
+    else:
+        show(result)
+    if not result["ok"]:
+        sys.exit(1)
+
+
+def converted(found: Checkpoint, workspace: Workspace | None) -> Path:
+    """The tree of the base checkpoint that the adapter was trained on.
+
+    Raises:
+        CheckpointError: it is not at hand.
+    """
+    from bridge.launchers import run_file
+
+    places = []
+    if (found.chosen.home / run_file.FILE).is_file():
+        places.append(Path(run_file.RunFile.read(found.chosen.home).checkpoint))
+    if workspace is not None:
+        places.append(workspace.converted(found.engine) / "0")
+    for place in places:
+        if (place / found.table.item / "_METADATA").is_file():
+            return place / found.table.item
+    raise CheckpointError(
+        f"the converted base of {found.chosen.item} is not at hand",
+        details=[str(place) for place in places],
+        hint=f"bridge convert --to {found.engine}",
+    )
+
+
+def compare(
+    found: Checkpoint, facts: AdapterFacts, merged: Path, base: Path, tokens: int, tolerance: float | None
+) -> dict[str, Any]:
+    """PyTorch on the weights merged in float32 against the engine with the adapter on."""
+    from bridge.converters.parity import compare as comparing
+    from bridge.converters.parity import pytorch
+
+    inputs = comparing.probes(found.model, tokens, found.hf)
+    common.say(f"PyTorch f32 and f64 on {sum(len(probe.ids) for probe in inputs)} tokens ...")
+    reference, doubled = pytorch.logits(merged, inputs, double=tolerance is None)
+    limit = tolerance if tolerance is not None else comparing.tolerance_of(reference, doubled)
+    common.say(f"{found.engine} f32 on the same tokens, the adapter on ...")
+    with adapted_pass(found, facts, base, max(len(probe.ids) for probe in inputs)) as forward:
+        checkpoint = [forward(probe.ids, probe.positions) for probe in inputs]
+    return comparing.compare(inputs, reference, checkpoint, limit).to_json()
+
+
+def same_bits(folder: Path, merged: Path) -> dict[str, Any]:
+    """Whether an export equals the merge made anew."""
+    from bridge.converters.hf_store import HfSource
+
+    with HfSource(folder) as left, HfSource(merged) as right:
+        names = sorted(left.headers.keys() | right.headers.keys())
+        different = [n for n in names if left.headers.get(n) != right.headers.get(n) or not left.equals(right, n)]
+    return {"ok": not different, "tensors": len(names), "different": different}

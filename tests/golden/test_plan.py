@@ -1,0 +1,22 @@
+"""The tables of `bridge plan` for Llama 3.1 8B, to the letter."""
+
+from __future__ import annotations
+
+import pytest
+from golden_types import Golden
+
+from bridge import memory
+from bridge.commands.plan import lines
+from bridge.model_spec import ModelSpec, RopeScaling
+from bridge.run_spec import RunSpec
+
+MODEL = ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, RopeScaling(8, 1, 4, 8192), 1e-5, 131072, "bfloat16")
+
+
+@pytest.mark.parametrize("devices", ["1x16GB", "1x24GB", "8x80GB", "2x8x80GB", "7x80GB"])
+def test_llama_8b(devices: str, golden: Golden) -> None:
+    run = RunSpec.model_validate({"model": {"source": "x"}})
+    there = memory.parse_devices(devices)
+    found = memory.options(MODEL, run, there)
+    text = "\n".join(lines(found, memory.recommend(found, there), there, run.train.sequence_length)) + "\n"
+    golden(f"plan/{devices}.txt", text)
