@@ -86,7 +86,8 @@ def cli() -> None:
 def main() -> None:
     """Entry point: a BridgeError becomes one clear message and its exit code."""
     try:
-        cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False)  # click gives back what a verb passed to ctx.exit
+        sys.exit(code if isinstance(code, int) else 0)
     except BridgeError as error:
         click.echo(f"bridge: error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
 """Memory of a training step, from shapes alone: what a method holds on each device, and how long a row may be.
 
 An estimate to plan with, in bytes a device. What the arguments of the step take follows from shapes. What it holds
-meanwhile is an upper bound of what XLA keeps at once; fitted to Tunix's step compiled for the CPU, see docs/memory.md.
+meanwhile follows what XLA says of Tunix's full SFT step compiled for the CPU (tests/unit/test_memory.py).
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def estimate(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Me
     # With several devices, two layers are on the way and the embedding or the head is whole.
     gathered = wide * (2 * layer + model.vocab * model.embed) if shards > 1 else 0
     unpacked = wide * layer if method == "qlora" else 0
+    row = 0 if adapters else trained_width * model.embed // shards
     return Memory(
         parameters=held // shards,
         optimizer=(2 * trained_width * trained + accumulator) // shards + SCALARS,
@@ -152,7 +153,7 @@ def estimate(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Me
         gradients=(4 if adapters else wide) * trained // shards,
         updated=trained_width * trained // shards,
         compute=gathered // shape.tensor + unpacked,
-        activations=rows * _row_bytes(model, length, wide, shape.tensor),
+        activations=_activations(model, rows, length, wide, shape.tensor, row),
     )
 
 
@@ -171,17 +172,33 @@ def _weight_bytes(model: ModelSpec, run: RunSpec, method: str) -> int:
     return packed // 2 + base * packed // run.lora.tile_size + base * (total - packed) + adapters
 
 
-def _row_bytes(model: ModelSpec, length: int, wide: int, tensor: int) -> int:
-    """Activations of one row: inputs of all layers are kept, one layer is computed again, and the logits with it.
+def _activations(model: ModelSpec, rows: int, length: int, wide: int, tensor: int, row: int) -> int:
+    """Inputs of all layers are kept; one layer is computed again, and the logits, but not at the same time.
 
-    The head and a layer are not at work at the same time, so the larger of the two counts.
+    XLA lets an array lie where new weights will be written, if it is no larger: two arrays of logits or of scores find
+    room in a new embedding and head, those of a layer in its new projections.
+
+    Args:
+        rows, length: of the batch on one device.
+        wide: bytes of a value in the compute dtype.
+        tensor: devices that share heads, mlp and vocabulary.
+        row: bytes of one new row of the embedding on a device; 0 where no weights are new.
     """
-    kept = model.layers * length * model.embed * wide
+    tokens = rows * length
     queries = (model.heads + 2 * model.kv_heads) * model.head_dim
-    scores = model.heads * length * length
-    layer = length * wide * (4 * model.embed + (2 * queries + 3 * model.mlp) // tensor) + SCORE_BYTES * scores // tensor
-    logits = (LOGIT_BYTES + wide) * length * model.vocab // tensor
-    return kept + max(layer, logits)
+    layer = tokens * wide * (4 * model.embed + (2 * queries + 3 * model.mlp) // tensor)
+    kept = model.layers * tokens * model.embed * wide
+    if tokens * wide <= row:
+        layer, kept = 0, 0
+    scores, logits = rows * model.heads * length * length // tensor, tokens * model.vocab // tensor
+    layer += SCORE_BYTES * scores - _places(model, 4 * scores, row)
+    head = (LOGIT_BYTES + wide) * logits - _places(model, 4 * logits, row)
+    return kept + max(layer, head)
+
+
+def _places(model: ModelSpec, size: int, row: int) -> int:
+    """Bytes of up to two arrays of a size that lie in the new embedding and in a new head."""
+    return size * (1 if model.tied else 2) if size <= row * model.vocab else 0
 
 
 def options(model: ModelSpec, run: RunSpec, devices: Devices) -> tuple[Option, ...]:

@@ -167,6 +167,8 @@ class ClusterSection(Section):
     @classmethod
     def _no_secret(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"{name!r} is no name of an environment variable")
             if "TOKEN" in name.upper() or "SECRET" in name.upper() or "PASSWORD" in name.upper():
                 raise ValueError(f"{name}: a secret does not belong in a spec, set it in the environment")
         return env
@@ -217,7 +219,8 @@ def parse(text: str, overrides: tuple[str, ...] = (), where: str = "bridge.yaml"
     try:
         return RunSpec.model_validate(_tuples(values))
     except ValidationError as error:
-        raise SpecError(f"{where}: {error.error_count()} problem(s)", details=_explain(error)) from error
+        # Without the original: its text repeats the values, and a secret may be among them.
+        raise SpecError(f"{where}: {error.error_count()} problem(s)", details=_explain(error)) from None
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -96,7 +96,9 @@ def _twice(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
 def _check(value: Any, path: str, problems: list[str]) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if isinstance(key, str):
+            if isinstance(key, str) and TOKEN.search(key):
+                problems.append(f"{path}: a token does not belong in a spec, set HF_TOKEN or log in")
+            elif isinstance(key, str):
                 _check(inner, f"{path}.{key}".removeprefix("."), problems)
             else:
                 problems.append(f"{path}.{key}: a key must be text".removeprefix("."))

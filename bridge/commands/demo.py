@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def command(engine: str, out: Path | None) -> None:
     commands that you would type for Llama 3.1 8B: full SFT with maxtext, QLoRA with tunix. What is already there is
     reused.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the demo says itself how far it is
     from bridge.demo.model import ensure_model
 
     common.on_cpu()

@@ -16,7 +16,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("converters", "configs", "launchers")
 LONGEST = 300
-ORDER = {"errors": 0, "model_spec": 1, "run_spec": 2, "demo": 5, "commands": 6, "cli": 7, "__main__": 8}
+ORDER = {
+    "errors": 0,
+    "hf_keys": 0,
+    "spec_yaml": 1,
+    "model_spec": 1,
+    "run_spec": 2,
+    "demo": 5,
+    "commands": 6,
+    "cli": 7,
+    "__main__": 8,
+}
 ORDER |= dict.fromkeys(FOLDERS, 4)
 SPINE = 3  # mesh, sidecar, engine_fixes, and whatever else lies directly in bridge/
 ENGINE_LIBRARIES = ("datasets", "flax", "grain", "maxtext", "optax", "qwix", "tunix")

@@ -1,0 +1,50 @@
+"""What a process of the system tests runs: it meets the others as the shim does, and adds numbers over all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """`collective.py RUN_DIR [MODE]`: prints `sum=<1 + ... + n>`; MODE `raise` fails on process 1 before that."""
+    from bridge.launchers import shim
+    from bridge.launchers.member import Member
+    from bridge.launchers.stopping import Stopping
+
+    member = Member.of(os.environ)
+    stopping = Stopping(member.process, member.count, member.grace)
+    stopping.install()
+    shim.meet(Path(sys.argv[1]), member)
+    shim.initialize(member, stopping)
+    if sys.argv[2:] == ["raise"] and member.process == 1:
+        raise RuntimeError("process 1 fails on purpose")
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    total = multihost_utils.process_allgather(np.float32(member.process + 1)).sum()
+    print(f"bridge: sum={total:g} of {jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+    if sys.argv[2:] == ["wait"]:
+        import time
+
+        time.sleep(60)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    from bridge.launchers.shim import report
+
+    if os.environ.get("BRIDGE_LIFELINE"):
+        from bridge.launchers.stopping import end_with_launcher
+
+        end_with_launcher()
+    code = 0
+    try:
+        main()
+    except BaseException as error:  # as the shim: exit at once, whatever it is
+        code = report(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

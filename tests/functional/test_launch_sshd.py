@@ -1,0 +1,127 @@
+"""A real sshd on a high port with a throw-away key; two host names that both lead to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import system
+from processes import is_running, python, shim_env, wait_for
+
+from bridge.errors import LaunchError
+from bridge.launchers import ssh, tunix
+from bridge.launchers.cluster import describe
+from bridge.launchers.local import free_port
+from bridge.launchers.plan import Launch, Site
+from bridge.run_spec import parse
+
+pytestmark = pytest.mark.system
+COLLECTIVE = Path(__file__).resolve().parents[1] / "collective.py"
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Start sshd; yields the options with which `ssh hostA` and `ssh hostB` reach it."""
+    system.require("sshd", "ssh", "ssh-keygen")
+    folder = tmp_path_factory.mktemp("sshd")
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    port, user = free_port(), pwd.getpwuid(os.geteuid()).pw_name
+    (folder / "authorized").write_text((folder / "user.pub").read_text())
+    (folder / "known").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+        f"PidFile {folder}/pid\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+        "PermitRootLogin prohibit-password\n"
+    )
+    (folder / "config").write_text(
+        f"Host hostA hostB\n  HostName 127.0.0.1\n  Port {port}\n  User {user}\n  IdentityFile {folder}/user\n"
+        f"  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    sshd = system.find("sshd") or "sshd"
+    popen = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
+    chosen = ("-F", str(folder / "config"))
+    probe = ["ssh", *chosen, "-o", "BatchMode=yes", "hostA", "true"]
+    assert wait_for(lambda: subprocess.run(probe, capture_output=True, check=False).returncode == 0, 15)
+    yield chosen
+    popen.terminate()
+    popen.wait()
+
+
+def plan(folder: Path, mode: str = "") -> list[Launch]:
+    """Two hosts; the coordinator by this machine's own name, which both reach."""
+    text = f"{{launcher: ssh, hosts: [hostA, hostB], coordinator: {socket.gethostname()}, port: {free_port()}}}"
+    run = parse(f"model: {{source: m}}\ncluster: {text}")
+    (folder / "run.json").write_text(json.dumps({"checkpoint": str(folder)}))
+    place = describe(run.cluster, "collective", hosts=run.cluster.hosts)
+    argv = (sys.executable, str(COLLECTIVE), str(folder), *([mode] if mode else []))
+    launches = tunix.plan_launch(run, place, Site(str(folder), sys.executable, "cpu", secrets=("HF_TOKEN",)))
+    return [dataclasses.replace(launch, argv=argv) for launch in launches]
+
+
+def test_a_collective_over_two_hosts(options: tuple[str, ...], tmp_path: Path) -> None:
+    shown: list[str] = []
+    ssh.execute(plan(tmp_path), tmp_path / "logs", shown.append, False, 5.0, options)
+    assert shown == ["sum=3 of 2 processes, 2 devices"]
+
+
+def test_an_exception_on_one_host_ends_both(options: tuple[str, ...], tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match="process 1 on hostB ended with exit code 1") as caught:
+        ssh.execute(plan(tmp_path, "raise"), tmp_path / "logs", print, False, 5.0, options)
+    assert "process 1 fails on purpose" in str(caught.value)
+    assert time.monotonic() - start < 60
+
+
+def test_a_secret_arrives_and_is_on_no_command_line(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "not-to-be-seen")
+    program = """
+import os, pathlib
+lines = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+arrived = os.environ["HF_TOKEN"] == "not-to-be-" + "seen"
+print("bridge:", arrived, any(b"not-to-be-" + b"seen" in line for line in lines))
+"""
+    launch = dataclasses.replace(python(program, tmp_path, host="hostA"), secrets=("HF_TOKEN",))
+    shown: list[str] = []
+    ssh.execute([launch], tmp_path / "logs", shown.append, False, 5.0, options)
+    assert shown == ["True False"]
+
+
+def test_killing_the_launcher_leaves_nothing_on_the_hosts(options: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from bridge.launchers import ssh; from bridge.launchers.plan import Launch\n"
+        f"launch = Launch((sys.executable, '-c', {program!r}), cwd={str(tmp_path)!r}, host='hostB')\n"
+        f"ssh.execute([launch], Path({str(tmp_path)!r}) / 'logs', print, False, 2.0, {options!r})\n"
+    )
+    popen = subprocess.Popen([sys.executable, "-c", code], env=shim_env())
+    assert wait_for(lambda: file.exists() and file.read_text().isdigit(), 15)
+    pid = int(file.read_text())
+    os.kill(popen.pid, signal.SIGKILL)
+    popen.wait()
+    assert wait_for(lambda: not is_running(pid), 10)
+
+
+def test_a_host_that_refuses_the_key(options: tuple[str, ...], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
+    config = tmp_path / "config"
+    config.write_text(Path(options[1]).read_text().replace("IdentityFile ", f"IdentityFile {other}\n  #"))
+    with pytest.raises(LaunchError, match="ended with exit code 255") as caught:
+        ssh.execute([python("", tmp_path, host="hostA")], tmp_path / "logs", print, False, 2.0, ("-F", str(config)))
+    assert "Permission denied" in str(caught.value)

@@ -1,0 +1,118 @@
+"""Slabs: every element of an array in exactly one of them, none above its size, chunks that hold whole slabs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bridge.converters.layout import axes_of
+from bridge.converters.plan import Move, make_plan, tables
+from bridge.converters.slabs import (
+    BLOCK_BYTES,
+    Cutting,
+    along_chunks,
+    chunk_shape,
+    cut,
+    read_chunk_shape,
+    region,
+    unit_elements,
+)
+from bridge.converters.transfer import BASE_BYTES, COPIES, Budget
+from bridge.model_spec import ModelSpec
+
+MODEL = ModelSpec(
+    layers=5,
+    embed=32,
+    heads=6,
+    kv_heads=3,
+    head_dim=8,
+    mlp=50,
+    vocab=101,
+    tied=False,
+    rope_theta=5e5,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    context=64,
+    dtype="float32",
+)
+PLANS = [
+    pytest.param(make_plan(table, MODEL, scanned), id=f"{pair[1]}-{scanned}")
+    for pair, table in tables().items()
+    for scanned in (True, False)
+]
+SIZES = [1, 700, 5_000, 40_000, 1 << 30]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_slabs_cover_an_array_once_and_stay_below_their_size(plan: tuple[Move, ...], size: int) -> None:
+    axes = axes_of(MODEL)
+    for move in plan:
+        cutting = cut(move, axes, 4, size)
+        seen = np.zeros(move.engine_shape, np.int32)
+        slabs = list(cutting.slabs())
+        assert len(slabs) == cutting.count
+        for layers, units in slabs:
+            part = region(move, layers, units)
+            seen[part] += 1
+            one_unit = unit_elements(move, axes) * 4
+            assert seen[part].nbytes <= max(size, one_unit), move.name
+            blocks = list(cutting.blocks(units))
+            assert [unit for block in blocks for unit in block] == list(units)
+            assert all(len(block) * one_unit <= max(BLOCK_BYTES, one_unit) for block in blocks)
+        assert (seen == 1).all(), move.name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_slab_is_one_write_chunk(plan: tuple[Move, ...]) -> None:
+    for move in plan:
+        cutting = cut(move, axes_of(MODEL), 4, 5_000)
+        chunk = chunk_shape(move, cutting)
+        for layers, units in cutting.slabs():
+            for part, side, whole in zip(region(move, layers, units), chunk, move.engine_shape, strict=True):
+                start, stop, _ = part.indices(whole)
+                assert start % side == 0
+                assert stop - start == min(side, whole - start)
+
+
+def test_read_chunks_divide_write_chunks_along_the_embedding() -> None:
+    plan = make_plan(tables()["llama", "maxtext"], MODEL)
+    wide = (4096, 5, 6, 8)
+    query = next(move for move in plan if "query" in move.name)
+    assert read_chunk_shape(query, wide) == (256, 5, 6, 8)
+    assert read_chunk_shape(query, (4104, 5, 6, 8)) == (513, 5, 6, 8), "8 parts: 16 do not divide 4104"
+    assert read_chunk_shape(query, (32, 5, 6, 8)) == (32, 5, 6, 8), "too small to be split"
+    out = next(move for move in plan if "out.kernel" in move.name)
+    assert read_chunk_shape(out, (6, 5, 128, 4096)) == (6, 5, 128, 256)
+
+
+def test_a_cut_is_widened_to_whole_stored_chunks() -> None:
+    cutting = Cutting(layers=2, units=3, block_units=3, total_layers=5, total_units=50)
+    wide = along_chunks(cutting, 4, 8)
+    assert (wide.layers, wide.units, wide.count) == (4, 8, 2 * 7)
+    whole = along_chunks(cutting, 8, 64)
+    assert (whole.layers, whole.units, whole.count) == (5, 50, 1)
+    assert along_chunks(cutting, 1, 1) == cutting
+
+
+def test_the_budget_bounds_all_slabs_at_once() -> None:
+    for memory in (512 << 20, 1 << 30, 4 << 30):
+        budget = Budget(memory)
+        assert BASE_BYTES + budget.slab_bytes * budget.workers * COPIES <= memory
+    assert Budget(1).slab_bytes == 1 << 20
+
+
+def test_memory_does_not_depend_on_the_model() -> None:
+    """An embedding of Llama 3.1 405B (4.2 GB), and its stacked MLP (109 GB), in slabs of 64 MiB."""
+    big = ModelSpec(
+        **{**MODEL.__dict__, "layers": 126, "embed": 16384, "heads": 128, "kv_heads": 8, "head_dim": 128}
+        | {"mlp": 53248, "vocab": 128256}
+    )
+    axes = axes_of(big)
+    for move in make_plan(tables()["llama", "maxtext"], big):
+        cutting = cut(move, axes, 2, 64 << 20)
+        slab = math.prod(chunk_shape(move, cutting)) * 2
+        assert slab <= 64 << 20
+        assert slab * cutting.count >= math.prod(move.engine_shape) * 2
