@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import copy
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -37,6 +38,13 @@ NASTY: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+YAML = (
+    b"model:\n  source: x\ntrain: {steps: !!int 5}\nlora: {alpha: !!float 2}\n",
+    b"model: {source: !!str x}\ndata: {packing: !!bool true, train: [a, !!null b]}\n",
+    b"a: &a [1]\nb: *a\n? c\n: |\n  text\n--- \nd: !!timestamp 2001-01-01\n",
+)
+
+
 @dataclass(frozen=True)
 class Target:
     """One kind of file: valid bytes, and what reads it."""
@@ -44,6 +52,8 @@ class Target:
     seed: bytes
     reader: Callable[[bytes], object]
     binary_header: bool = False
+    more: tuple[bytes, ...] = ()
+    """Other bytes to start from: what a format has beyond JSON."""
 
     def read(self, data: bytes) -> bool:
         """Whether the reader accepted the data; any exception but a BridgeError is a finding."""
@@ -91,11 +101,16 @@ def nasty(value: Any, choose: Choose) -> Any:
     return value
 
 
+def memory() -> str | None:
+    """A folder in memory, where there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 @cache
 def home() -> Path:
     """A folder of this process with a tiny model, an adapter and a checkpoint in it."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="bridge-fuzz-", dir=memory if memory.is_dir() else None))
+    # The fuzzer ends its processes without any clean-up, so it names a folder that it removes itself.
+    folder = Path(tempfile.mkdtemp(prefix="bridge-fuzz-", dir=os.environ.get("BRIDGE_FUZZ_HOME", memory())))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 32
@@ -219,4 +234,4 @@ def targets() -> dict[str, Target]:
         name: Target((folder / part / file).read_bytes(), _file(part, file)(reader), binary)
         for name, (part, file, reader, binary) in files.items()
     }
-    return {**found, "spec": Target(json.dumps(spec).encode(), read_spec)}
+    return {**found, "spec": Target(json.dumps(spec).encode(), read_spec, more=YAML)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ def write_merged(
     shard_bytes: int,
     merge_base: str,
     overwrite: bool,
+    tell: Callable[[str], None] = common.say,
 ) -> None:
     """A Hugging Face folder with the adapter merged into its base, summed in float32 and rounded once."""
     from bridge.commands.export import hf_config
@@ -120,10 +122,10 @@ def write_merged(
         kept = found.model.dtype if dtype == "source" else dtype
         config = hf_config(read_json(base / "config.json"), found, kept)
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    common.say(f"{report.merged} tensors merged, {report.copied} copied; {', '.join(names)} in {final.absolute()}")
+    tell(f"{report.merged} tensors merged, {report.copied} copied; {', '.join(names)} in {final.absolute()}")
     if report.base is not None and report.differences:
         other = "original" if report.base == "dequantized" else "dequantized"
-        common.say(
+        tell(
             f"merged into the {report.base} base; the {other} one differs by up to {report.max_difference:.3g} a weight"
         )
 

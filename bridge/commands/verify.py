@@ -66,7 +66,7 @@ def command(
         if found.tree.adapters:
             from bridge.commands import verify_adapter
 
-            verify_adapter.run(found, workspace, reference, tokens, tolerance, exact, as_json)
+            verify_adapter.run(found, workspace, reference, tokens, tolerance, exact, as_json, report)
             return
         folder = reference or default_reference(found, workspace)
         names = (str(found.chosen.item), str(folder))

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.forward import adapted_pass
-from bridge.commands.verify import show
+from bridge.commands.verify import show, write_report
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError
 
 if TYPE_CHECKING:
     from bridge.commands.checkpoint import Checkpoint
     from bridge.converters.adapter_facts import AdapterFacts
+    from bridge.converters.parity.profile import Profile
+
+SHARD_BYTES = 5_000_000_000
 
 
 def run(
@@ -27,6 +30,7 @@ def run(
     tolerance: float | None,
     exact: bool,
     as_json: bool,
+    report: Path | None = None,
 ) -> None:
     """Compare, show the result, and end with exit code 1 when it fails.
 
@@ -35,23 +39,31 @@ def run(
     facts = adapters.Options().facts(found)
     base = adapters.base_folder(found, facts, None, workspace)
     common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) on its base {base}")
+    profile = None
     with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
         merged = Path(temporary) / "merged"
         if exact:
             folder = reference or (workspace.export("hf") if workspace else None)
             if folder is None or not folder.is_dir():
                 raise CheckpointError("there is no merged export to compare with", hint="bridge export --to hf")
-            adapters.write_merged(found, facts, base, merged, "source", 5_000_000_000, "dequantized", False)
+            merge(found, facts, base, merged, "source")
             result = same_bits(folder, merged)
         else:
-            adapters.write_merged(found, facts, base, merged, "float32", 5_000_000_000, "dequantized", False)
-            result = compare(found, facts, merged, converted(found, workspace), tokens, tolerance)
+            merge(found, facts, base, merged, "float32")
+            result, profile = compare(found, facts, merged, converted(found, workspace), tokens, tolerance)
+    if report is not None:
+        write_report(report, (str(found.chosen.item), f"{base}, with the adapter merged"), result, profile)
     if as_json:
         common.emit(result)
     else:
         show(result)
     if not result["ok"]:
         sys.exit(1)
+
+
+def merge(found: Checkpoint, facts: AdapterFacts, base: Path, out: Path, dtype: str) -> None:
+    """The adapter merged into the base it was trained on."""
+    adapters.write_merged(found, facts, base, out, dtype, SHARD_BYTES, "dequantized", False, tell=lambda _: None)
 
 
 def converted(found: Checkpoint, workspace: Workspace | None) -> Path:
@@ -79,10 +91,10 @@ def converted(found: Checkpoint, workspace: Workspace | None) -> Path:
 
 def compare(
     found: Checkpoint, facts: AdapterFacts, merged: Path, base: Path, tokens: int, tolerance: float | None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Profile]:
     """PyTorch on the weights merged in float32 against the engine with the adapter on."""
     from bridge.converters.parity import compare as comparing
-    from bridge.converters.parity import pytorch
+    from bridge.converters.parity import profile, pytorch
 
     inputs = comparing.probes(found.model, tokens, found.hf)
     common.say(f"PyTorch f32 and f64 on {sum(len(probe.ids) for probe in inputs)} tokens ...")
@@ -91,7 +103,8 @@ def compare(
     common.say(f"{found.engine} f32 on the same tokens, the adapter on ...")
     with adapted_pass(found, facts, base, max(len(probe.ids) for probe in inputs)) as forward:
         checkpoint = [forward(probe.ids, probe.positions) for probe in inputs]
-    return comparing.compare(inputs, reference, checkpoint, limit).to_json()
+    values = comparing.compare(inputs, reference, checkpoint, limit).to_json()
+    return values, profile.profile(inputs, reference, checkpoint)
 
 
 def same_bits(folder: Path, merged: Path) -> dict[str, Any]:

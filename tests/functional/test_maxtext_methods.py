@@ -68,6 +68,12 @@ def test_adapters_train_and_export(folder: Folder, method: str, tmp_path: Path) 
     folder.bridge("export", "--to", "peft", f"runs/{run}", "--out", str(tmp_path / "adapter"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert mean_loss(merged, tmp_path / "merged", CHATS[:4]) == pytest.approx(evaluated[STEPS], abs=5e-4)
+    # The engine with the adapter on is PyTorch on the merged weights; the export is the merge, bit for bit.
+    done = folder.bridge("verify", f"runs/{run}", "--tokens", "64", "--json")
+    assert json.loads(done.stdout)["max_abs"] <= 1e-4
+    merged_folder = ("--reference", str(tmp_path / "merged"))
+    done = folder.bridge("verify", f"runs/{run}", "--exact", *merged_folder, "--json")
+    assert json.loads(done.stdout) == {"ok": True, "tensors": 29, "different": []}
     # The adapter alone, on the base before quantization: the same model for lora, another one for qlora.
     base: Any = AutoModelForCausalLM.from_pretrained(folder.path / "model", dtype=torch.float32)
     with_adapter = PeftModel.from_pretrained(base, tmp_path / "adapter")
