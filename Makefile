@@ -6,12 +6,15 @@ PYTHON := .venv/bin/python
 EXTRAS ?= all
 # More for pytest: `make test ARGS="-k round_trip -x"`.
 ARGS ?=
+# Seconds of `make fuzz`, and how often `make soak` kills each kind of work.
+FUZZ_SECONDS ?= 60
+KILLS ?= 100
 # The size of a benchmark: `make bench SIZE=8b`.
 SIZE ?=
 export EXTRAS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench golden clean
+.PHONY: help setup demo test soak fuzz check format bench golden clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -24,6 +27,13 @@ demo: setup ## fine-tune a real small Llama end to end: convert, train, export, 
 
 test: setup ## run the tests
 	$(PYTHON) -m pytest $(ARGS)
+
+soak: setup ## kill conversions and exports at many more random moments
+	BRIDGE_KILLS=$(KILLS) BRIDGE_EXAMPLES=500 $(PYTHON) -m pytest tests/functional/test_kill.py tests/functional/test_any_bytes.py --timeout 3600 $(ARGS)
+
+fuzz: EXTRAS := all,fuzz
+fuzz: setup ## coverage-guided fuzzing of every reader (FUZZ_SECONDS=60)
+	$(PYTHON) fuzz/fuzz.py --seconds $(FUZZ_SECONDS)
 
 check: setup ## ruff, ruff format, mypy strict
 	$(PYTHON) -m ruff check .

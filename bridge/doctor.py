@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bridge.engine_fixes import PACKAGES, TESTED
+from bridge.engine_fixes import PACKAGES, TESTED, standing
 
 Level = Literal["ok", "warning", "error"]
 
@@ -129,7 +129,8 @@ def _engines(seen: Environment) -> Iterator[Finding]:
             yield Finding(level, engine, f"{package} is not installed", install)
         elif version not in TESTED[engine]:
             pin = f"pip install '{package}=={TESTED[engine][-1]}'"
-            yield Finding("error", engine, f"{package} {version}; its corrections are tested with {tested}", pin)
+            worst: Level = "warning" if standing(engine, version) == "untested" else "error"
+            yield Finding(worst, engine, f"{package} {version}; its corrections are tested with {tested}", pin)
         else:
             yield Finding("ok", engine, f"{package} {version}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,3 +88,21 @@ def smollm2_folder() -> Path:
 def smollm2_tokenizer(smollm2_folder: Path) -> Path:
     """A folder with SmolLM2's real tokenizer and template."""
     return smollm2_folder
+
+
+EXPECTED = TESTS / "golden" / "expected"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("help/plan.txt", text)`: equal to the file of that name; `--update-golden` writes it instead."""
+
+    def check(name: str, text: str) -> None:
+        path = EXPECTED / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path} is missing: pytest tests/golden --update-golden writes it"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check

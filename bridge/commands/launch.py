@@ -15,6 +15,7 @@ from bridge import engine_fixes, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import common, placing, running
 from bridge.commands.prepared import Prepared, prepare, require_converted
+from bridge.commands.report import write_run_report
 from bridge.commands.workspace import Workspace, finished_steps
 from bridge.errors import LaunchError, OutputError, SpecError
 from bridge.launchers.plan import DEVICE_COUNT_FLAG, Launch
@@ -197,7 +198,8 @@ def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
             f"the run ended without a checkpoint of step {prepared.run.train.steps}", details=[f"steps: {steps}"]
         )
     common.say(f"trained {prepared.run.train.steps} steps in {time.monotonic() - start:.0f} s; checkpoints: {steps}")
-    common.say(f"curves: tensorboard --logdir {os.path.relpath(run_dir / 'tensorboard')}")
+    page = write_run_report(run_dir)
+    common.say(f"curves: {os.path.relpath(page)}, or tensorboard --logdir {os.path.relpath(run_dir / 'tensorboard')}")
 
 
 class StepLines:
