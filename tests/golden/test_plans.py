@@ -17,7 +17,7 @@ from bridge.launchers.cluster import describe
 from bridge.launchers.plan import Site
 from bridge.run_spec import RunSpec, parse
 
-RUN_DIR = "/shared/work/runs/maxtext-sft"
+RUN_DIR = "/shared/llama/runs/maxtext-sft"
 PLACES = {
     "local-1": "cluster: {}",
     "local-n": "cluster: {processes: 2, devices: 8}",

@@ -113,8 +113,8 @@ def test_every_model_keeps_its_own_frequencies(tiny: Tiny, tmp_path: Path) -> No
 def test_corrections_refuse_another_tunix(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunix.models.llama3 import model as llama
 
-    monkeypatch.setattr(engine_fixes, "engine_version", lambda _: "0.1.8")
-    with pytest.raises(UnsupportedError, match=r"google-tunix 0.1.8 is installed.*tested with 0.1.7"):
+    monkeypatch.setattr(engine_fixes, "engine_version", lambda _: "0.2.0")
+    with pytest.raises(UnsupportedError, match=r"google-tunix 0.2.0 is installed.*tested with 0.1.7"):
         engine_fixes.apply("tunix", [1.0])
     monkeypatch.undo()
 

@@ -36,12 +36,13 @@ def opened(tiny: Tiny, tmp_path: Path, dtype: str) -> tuple[ModelSpec, Path]:
     return model, convert(folder, tmp_path / "converted")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nf4_is_qwixs_bit_for_bit(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """embed 96 has three tiles, o_proj shares its scales over six heads; slices are smaller than any matrix."""
     import qwix
     from flax import nnx
 
-    dtype = "bfloat16"
     model, item = opened(tiny, tmp_path, dtype)
     adapters = Adapters(rank=4, alpha=8.0, targets=SEVEN, tile_size=32)
     monkeypatch.setattr(tunix_quantize, "SLICE_VALUES", 1000)
