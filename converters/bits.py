@@ -38,6 +38,8 @@ def bits_dtype(name: str) -> np.dtype[Any]:
 
 def _permute(bits: Array, shape: tuple[int, ...], order: tuple[int, ...], out: tuple[int, ...], narrow: bool) -> Array:
     """Reshape, transpose, reshape; with `narrow`, float32 bits become bfloat16 bits on the way."""
+    if order == tuple(range(len(order))) and not narrow:
+        return bits.reshape(out)
     if bits.nbytes < XLA_FROM_BYTES:
         if narrow:
             bits = _round_to_bfloat16(bits, np)

@@ -54,6 +54,7 @@ def command(engine: str, out: Path | None) -> None:
     common.say(f"\n{time.monotonic() - begun:.0f} s in all. Everything lies in {out}:")
     common.say(f"  bridge.yaml             the spec: edit it, then `bridge launch {method} --run second`")
     common.say("  checkpoints/, runs/     the converted checkpoint; config, logs, metrics and checkpoints of the run")
+    common.say("  reports/                one HTML page of the run's curves")
     common.say("  export/hf/              a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it")
     common.say(f"  tensorboard --logdir {run_dir.relative_to(out)}/tensorboard")
 
