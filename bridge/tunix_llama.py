@@ -13,7 +13,6 @@ from bridge.errors import CheckpointError, UnsupportedError
 from bridge.model_spec import ModelSpec
 
 Remat = Literal["none", "block", "decoder"]
-ITEM = "model_params"
 AXES = ("fsdp", "tp")
 
 

@@ -196,13 +196,7 @@ def recorded_by_engine(checkpoint_item: Path) -> dict[str, Any]:
     lora = custom.get("lora") if isinstance(custom, dict) else None
     if not isinstance(lora, dict):
         return {}
-    keys = {
-        "rank": "lora_rank",
-        "alpha": "lora_alpha",
-        "quantization": "lora_weight_qtype",
-        "tile_size": "lora_tile_size",
-    }
-    return {name: lora[key] for name, key in keys.items() if lora.get(key) is not None}
+    return {name: lora[key] for name, key in MAXTEXT_SETTINGS.items() if lora.get(key) is not None}
 
 
 def _show(value: Any) -> str:

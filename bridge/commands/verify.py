@@ -184,20 +184,27 @@ def engine_logits(found: Checkpoint, item: Path, inputs: tuple[Probe, ...]) -> l
         return [forward(probe.ids, probe.positions) for probe in inputs]
 
 
+def same_bits(checkpoint: Path, reference: Path) -> dict[str, Any]:
+    """Whether two Hugging Face folders have the same tensors, bit by bit, as `--exact` says it."""
+    from bridge.converters.hf_store import HfSource
+
+    with HfSource(checkpoint) as a, HfSource(reference) as b:
+        names = sorted(a.headers.keys() | b.headers.keys())
+        different = [name for name in names if a.headers.get(name) != b.headers.get(name) or not a.equals(b, name)]
+    return {"ok": not different, "tensors": len(names), "different": different}
+
+
 def verify_folders(
     checkpoint: Path | None, reference: Path | None, tokens: int, tolerance: float | None, exact: bool
 ) -> tuple[bool, dict[str, Any], Profile | None]:
     """Two Hugging Face folders, by PyTorch or bit by bit."""
-    from bridge.converters.hf_store import HfSource
     from bridge.converters.parity import compare, profile, pytorch
 
     if checkpoint is None or reference is None:
         raise CheckpointError("two folders are needed", hint="bridge verify FOLDER --engine hf --reference OTHER")
     if exact:
-        with HfSource(checkpoint) as a, HfSource(reference) as b:
-            names = sorted(a.headers.keys() | b.headers.keys())
-            different = [name for name in names if a.headers.get(name) != b.headers.get(name) or not a.equals(b, name)]
-        return not different, {"ok": not different, "tensors": len(names), "different": different}, None
+        same = same_bits(checkpoint, reference)
+        return same["ok"], same, None
     inputs = compare.probes(ModelSpec.from_folder(reference), tokens, reference)
     first, exact_logits = pytorch.logits(reference, inputs, double=tolerance is None)
     second, _ = pytorch.logits(checkpoint, inputs, double=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.forward import adapted_pass
-from bridge.commands.verify import show, write_report
+from bridge.commands.verify import same_bits, show, write_report
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError
 
@@ -105,13 +105,3 @@ def compare(
         checkpoint = [forward(probe.ids, probe.positions) for probe in inputs]
     values = comparing.compare(inputs, reference, checkpoint, limit).to_json()
     return values, profile.profile(inputs, reference, checkpoint)
-
-
-def same_bits(folder: Path, merged: Path) -> dict[str, Any]:
-    """Whether an export equals the merge made anew."""
-    from bridge.converters.hf_store import HfSource
-
-    with HfSource(folder) as left, HfSource(merged) as right:
-        names = sorted(left.headers.keys() | right.headers.keys())
-        different = [n for n in names if left.headers.get(n) != right.headers.get(n) or not left.equals(right, n)]
-    return {"ok": not different, "tensors": len(names), "different": different}
