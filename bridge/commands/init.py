@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from bridge.commands import common
 from bridge.errors import BridgeError, OutputError
@@ -17,12 +18,29 @@ DEFAULT = "smollm2-135m"
 def presets() -> dict[str, str]:
     """The text of every preset, by name."""
     folder = importlib.resources.files("bridge.configs") / "presets"
-    files = sorted((path for path in folder.iterdir() if path.name.endswith(".yaml")), key=lambda path: path.name)
-    return {path.name.removesuffix(".yaml"): path.read_text(encoding="utf-8") for path in files}
+    texts = {
+        path.name.removesuffix(".yaml"): path.read_text(encoding="utf-8")
+        for path in folder.iterdir()
+        if path.name.endswith(".yaml")
+    }
+    return dict(sorted(texts.items()))
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Presets for the shell, each with its line of `--list` where the shell shows one."""
+    del ctx, param
+    return [
+        CompletionItem(name, help=described(text)) for name, text in presets().items() if name.startswith(incomplete)
+    ]
+
+
+def described(text: str) -> str:
+    """A preset in one line: its first comment."""
+    return text.splitlines()[0].removeprefix("# ")
 
 
 @click.command(epilog=common.examples("bridge init llama3.1-8b-sft", "bridge init --list"))
-@click.argument("preset", required=False)
+@click.argument("preset", required=False, shell_complete=_complete)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default="bridge.yaml", show_default=True)
 @click.option("--list", "as_list", is_flag=True, help="One line a preset.")
 @click.option("--schema", is_flag=True, help="The JSON Schema of bridge.yaml, for editors.")
@@ -37,7 +55,7 @@ def command(preset: str | None, out: Path, as_list: bool, schema: bool) -> None:
     if as_list:
         width = max(map(len, known))
         for name, text in known.items():
-            click.echo(f"{name:{width}}  {text.splitlines()[0].removeprefix('# ')}")
+            click.echo(f"{name:{width}}  {described(text)}")
         return
     name = preset or DEFAULT
     if name not in known:
