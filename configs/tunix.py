@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge import engine_fixes, tunix_llama
 from bridge.configs.render import header
-from bridge.errors import SpecError, UnsupportedError
+from bridge.errors import SpecError
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
@@ -48,15 +48,10 @@ def render(
 
     Raises:
         SpecError: an unknown key or value in `tunix:`.
-        UnsupportedError: adapters with dropout, or a model that NF4 tiles do not fit.
+        UnsupportedError: a model that NF4 tiles do not fit.
     """
     chosen = _settings(run)
     adapters = uses_adapters(run)
-    if adapters and run.lora.dropout:
-        raise UnsupportedError(
-            f"lora.dropout {run.lora.dropout:g} on tunix: qwix would drop during evaluation, too",
-            hint="lora.dropout: 0.0",
-        )
     if run.train.method == "qlora":
         tunix_llama.check_tiles(model, run.lora.tile_size)
     constants = [

@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge import tunix_llama
 from bridge.errors import SpecError
-from bridge.launchers import tunix_loss, tunix_quantize
+from bridge.launchers import tunix_dropout, tunix_loss, tunix_quantize
 from bridge.model_spec import ModelSpec
 from bridge.tunix_llama import Remat
 
@@ -44,6 +44,8 @@ class Adapters:
     targets: tuple[str, ...] = tuple(MODULES)
     tile_size: int | None = None
     seed: int = 0
+    dropout: float = 0.0
+    """The share of the adapters' inputs that a training step leaves out; see `tunix_dropout`."""
 
 
 def check(model: ModelSpec, adapters: Adapters) -> None:
@@ -106,7 +108,8 @@ def load(
     for path, leaf in shapes.items():
         if is_adapter(path):
             values[path] = place(path, initial(path, leaf.shape, adapters.seed))
-    return nnx.merge(graph, tunix_llama.fill(state, values))
+    llama = nnx.merge(graph, tunix_llama.fill(state, values))
+    return tunix_dropout.follow_steps(llama, adapters.seed) if adapters.dropout else llama
 
 
 def load_trained(model: ModelSpec, base: Path, trained: Path, adapters: Adapters, dtype: str = "bfloat16") -> Any:
@@ -163,7 +166,11 @@ def provider(adapters: Adapters) -> Any:
         quantized = {"weight_qtype": "nf4", "tile_size": adapters.tile_size}
     rules = [
         qwix.LoraRule(
-            module_path=pattern(adapters.targets), rank=adapters.rank, alpha=float(adapters.alpha), **quantized
+            module_path=pattern(adapters.targets),
+            rank=adapters.rank,
+            alpha=float(adapters.alpha),
+            dropout=adapters.dropout,
+            **quantized,
         )
     ]
     if quantized:
@@ -182,6 +189,10 @@ def _provider_class() -> Any:
 
     class KeepsActivations(qwix.LoraProvider):  # type: ignore[misc]
         """The f32 product of the adapters is added in f32; the sum goes on in the dtype that came in."""
+
+        def _get_current_rule_and_op_id(self, *args: Any, **kwargs: Any) -> Any:
+            rule, operation = super()._get_current_rule_and_op_id(*args, **kwargs)
+            return tunix_dropout.rule_here(rule), operation
 
         def dot_general(self, lhs: Any, *args: Any, **kwargs: Any) -> Any:
             return _like(lhs, super().dot_general(lhs, *args, **kwargs), kwargs)

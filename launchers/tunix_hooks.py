@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import LaunchError
-from bridge.launchers import progress
+from bridge.launchers import progress, tunix_dropout
 from bridge.launchers.batches import Batch, tunix_batch
 from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import StepClock
@@ -41,6 +41,7 @@ class Feed:
         if trainer.train_steps >= self._steps:
             return None
         step = trainer.iter_steps
+        tunix_dropout.at_step(trainer.model, step)
         if isinstance(self._rows, Rows):
             return self._place(tunix_batch(self._rows.batch(step)))
         return self._place(self._rows.preference_batch(step))

@@ -16,7 +16,7 @@ from typing import Any
 
 from bridge import engine_fixes, mesh, run_spec, tunix_llama
 from bridge.errors import BridgeError, LaunchError, SpecError, UnsupportedError
-from bridge.launchers import data, tunix_adapters, tunix_loss
+from bridge.launchers import data, tunix_adapters, tunix_dropout, tunix_loss
 from bridge.launchers.keep import checkpoint_options
 from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import StepClock
@@ -25,7 +25,6 @@ from bridge.model_spec import ModelSpec, RopeScaling
 from bridge.run_spec import RunSpec
 
 PREFERENCE_METHODS = ("dpo", "orpo")
-DROPOUT = "lora.dropout {:g} on tunix: qwix would drop during evaluation, too"
 Adapters = tunix_adapters.Adapters
 
 
@@ -96,10 +95,9 @@ def check(run: RunSpec, model: ModelSpec, checkpoint: str, adapters: Adapters | 
     """
     from flax import nnx
 
+    del run  # what it says of adapters is in `adapters`
     if adapters is not None:
         tunix_adapters.check(model, adapters)
-        if run.lora.dropout:
-            raise UnsupportedError(DROPOUT.format(run.lora.dropout), hint="lora.dropout: 0.0")
     shapes = tunix_llama.leaves(nnx.state(tunix_llama.abstract_model(model)))
     tunix_llama.check(absolute(checkpoint), {path: leaf.shape for path, leaf in shapes.items()})
 
@@ -107,7 +105,7 @@ def check(run: RunSpec, model: ModelSpec, checkpoint: str, adapters: Adapters | 
 def adapters(run: RunSpec) -> Adapters:
     """The adapters of a spec; the base is NF4 for qlora."""
     tile = run.lora.tile_size if run.train.method == "qlora" else None
-    return Adapters(run.lora.rank, run.lora.alpha, run.lora.targets, tile, run.train.seed)
+    return Adapters(run.lora.rank, run.lora.alpha, run.lora.targets, tile, run.train.seed, run.lora.dropout)
 
 
 def full_model(run: RunSpec, model: ModelSpec, checkpoint: str, jax_mesh: Any, remat: Any) -> Model:
@@ -221,7 +219,8 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
                 **common,
             )
             trainer = dpo_trainer.DPOTrainer(model.policy, model.reference, optimizer, config)
-            return trainer.with_loss_fn(tunix_loss.preference_loss(run.train.dtype), has_aux=True)
+            trainer.with_loss_fn(tunix_loss.preference_loss(run.train.dtype), has_aux=True)
+            return tunix_dropout.only_in_training(trainer)
         trainer = peft_trainer.PeftTrainer(model.policy, optimizer, peft_trainer.TrainingConfig(**common))
     except ValueError as error:
         raise LaunchError(
@@ -229,7 +228,7 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
             hint="a changed model, rank or target list needs another run (--run NAME)",
         ) from error
     trainer.with_loss_fn(tunix_loss.row_loss(run.train.dtype))
-    return trainer.with_gen_model_input_fn(tunix_loss.row_inputs)
+    return tunix_dropout.only_in_training(trainer.with_gen_model_input_fn(tunix_loss.row_inputs))
 
 
 def train(run: RunSpec, trainer: Any, rows: Any, eval_rows: Any, jax_mesh: Any, metrics: MetricsLog) -> None:
