@@ -2,7 +2,8 @@
 
 Work happens in a temporary sibling; the final name appears by one rename after everything was flushed. An output
 that exists is refused, or moved aside until the new one is in place. A lock keeps two runs apart, and what a killed run
-left behind is recognised and removed by the next one.
+left behind is recognised and removed by the next one. In a bucket there is no rename: see `bucket_outputs`, where an
+object written last makes an output.
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bridge import bucket_outputs
 from bridge.errors import OutputError
+from bridge.places import BucketPath, place
 
 TEMPORARY = ".bridge-tmp-"
 ASIDE = ".bridge-old-"
 LOCK = ".bridge-lock"
 LOCK_TRIES = 20
-REMOTE = re.compile(r"(?:.*/)?(?:gs|s3|s3a|az|abfss?|https?|hf|file|memory):/")
 # What TensorStore says in a text only; it raises a ValueError for all of them.
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE)
 
 
 @contextlib.contextmanager
 def new_folder(
-    final: Path, *, overwrite: bool = False, needs_bytes: int = 0, reads: Sequence[Path] = ()
+    final: Path,
+    *,
+    overwrite: bool = False,
+    needs_bytes: int = 0,
+    reads: Sequence[Path] = (),
+    straight: bool = False,
 ) -> Iterator[Path]:
     """Give an empty temporary folder that becomes `final` when the block ends well.
 
@@ -39,11 +45,19 @@ def new_folder(
         overwrite: replace what is there, once the new folder is complete.
         needs_bytes: free space checked before the block begins.
         reads: what the block reads; an output that would replace any of it is refused.
+        straight: where `final` lies in a bucket, give a path there; the block then writes it object by object.
 
     Raises:
         OutputError: `final` exists, cannot be written, is being written by another process, or the disk is full.
     """
-    refuse_remote(final)
+    final = place(final)
+    if isinstance(final, BucketPath):
+        read = [place(path) for path in reads]
+        with bucket_outputs.new_prefix(
+            final, overwrite=overwrite, needs_bytes=needs_bytes, reads=read, straight=straight
+        ) as folder:
+            yield folder
+        return
     final = Path(os.path.abspath(final))
     _refuse_harm(final, overwrite, reads)
     if not overwrite and not unfinished(final):
@@ -74,18 +88,11 @@ def refuse_existing(final: Path) -> None:
         )
 
 
-def refuse_remote(path: str | Path) -> None:
-    """Raise an OutputError for an object store's address: as a path it would name a folder `gs:` on this disk."""
-    if REMOTE.match(str(path)):
-        raise OutputError(
-            f"{path} is not on a file system of this host",
-            hint="copy it here first (gcloud storage cp -r, aws s3 cp --recursive), or mount the bucket",
-        )
-
-
 def unfinished(final: Path) -> list[Path]:
     """What runs into `final` that were killed, or are at work, have beside it: temporary folders, and what they moved
     aside."""
+    if isinstance(final, BucketPath):
+        return [*bucket_outputs.unfinished(final)]
     if not final.name or not final.parent.is_dir():
         return []
     starts = tuple(f".{final.name}{mark}" for mark in (TEMPORARY, ASIDE))
@@ -112,7 +119,7 @@ def _refuse_harm(final: Path, overwrite: bool, reads: Sequence[Path]) -> None:
     if any("\ud800" <= char <= "\udfff" for char in str(final)):
         raise OutputError(f"{final} cannot be written: the name is no UTF-8 text, which TensorStore needs")
     real = Path(os.path.realpath(final))
-    for path in reads:
+    for path in (path for path in map(place, reads) if not isinstance(path, BucketPath)):
         source = Path(os.path.realpath(path))
         if real == source or real in source.parents:
             raise OutputError(f"{final} holds what is read, {path}", hint="--out names another folder")

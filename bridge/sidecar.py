@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
     target.mkdir(exist_ok=True)
     names = [name for name in SIDE_FILES if inside(source, name, where=source).is_file()]
     for name in names:
-        shutil.copyfile(source / name, target / name)
+        (target / name).write_bytes((source / name).read_bytes())
     return names
 
 

@@ -54,7 +54,8 @@ def through_orbax(item: Path, moves: tuple[Move, ...]) -> None:
     import orbax.checkpoint as ocp
 
     # The checkpoint's own step folder is named to Orbax, so that it does not warn of a missing one inside the tree.
-    with ocp.CheckpointManager(item.parent.parent, item_handlers={item.name: ocp.PyTreeCheckpointHandler()}) as manager:
+    root = str(item.parent.parent)  # text: it may lie in a bucket, which Orbax has a path of its own for
+    with ocp.CheckpointManager(root, item_handlers={item.name: ocp.PyTreeCheckpointHandler()}) as manager:
         tree = manager.item_metadata(int(item.parent.name))[item.name].tree
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = {".".join(str(key.key) for key in path): tuple(leaf.shape or ()) for path, leaf in flat}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from bridge.converters.plan import ITEM_BYTES, Tensor
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json, unique
+from bridge.places import BucketPath
 from bridge.sidecar import inside as inside
 
 # safetensors/src/tensor.rs refuses headers above 100 MB.
@@ -58,7 +59,7 @@ class HfSource:
         return {name: stored.tensor for name, stored in self.stored.items()}
 
     def __enter__(self) -> HfSource:
-        for path in {stored.file for stored in self.stored.values()}:
+        for path in {stored.file for stored in self.stored.values() if not isinstance(stored.file, BucketPath)}:
             self._files[path] = os.open(path, os.O_RDONLY)
             self._stack.callback(os.close, self._files[path])
         return self
@@ -80,6 +81,9 @@ class HfSource:
         view = memoryview(out).cast("B")
         position = stored.offset + start * width
         done = 0
+        if isinstance(stored.file, BucketPath):
+            view[:] = stored.file.read_range(position, len(view))
+            return out
         while done < len(view):
             try:
                 got = os.preadv(self._files[stored.file], [view[done:]], position + done)

@@ -1,8 +1,10 @@
 """Orbax checkpoints, array by array and slab by slab, through TensorStore.
 
 Orbax itself copies every leaf before it writes it. So the arrays are written with TensorStore in Orbax's own format
-(OCDBT, zarr3, one key prefix a leaf) and the few metadata files beside them are written here. The tests restore the
-result with stock Orbax (v0 and v1) and with both engines.
+(OCDBT, zarr3, one key prefix a leaf) and the few metadata files beside them are written here. In a bucket every chunk
+is an object of its own, which Orbax reads as well: OCDBT would write its one manifest anew with each chunk, and a
+bucket takes one write a second to an object. The tests restore the result with stock Orbax (v0 and v1) and with both
+engines.
 Source: orbax/checkpoint/_src/metadata/{tree,step_metadata_serialization}.py and
 _src/serialization/tensorstore_utils.py, 0.12.8.
 """
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from bridge.converters.plan import Tensor
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json
+from bridge.places import BucketPath, kvstore
 
 Compression = Literal["none", "zstd:1", "zstd:3"]
 Path_ = tuple[str, ...]
@@ -62,6 +65,7 @@ class TreeSink:
         self._paths: list[Path_] = []
         self._compression = compression
         self._context = context()
+        self._ocdbt = not isinstance(step, BucketPath)
 
     def create(
         self, path: Path_, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...]
@@ -80,11 +84,7 @@ class TreeSink:
         }
         spec = {
             "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": {"driver": "file", "path": f"{self.folder}/"},
-                "path": ".".join(path) + "/",
-            },
+            "kvstore": _leaf_kvstore(self.folder, ".".join(path), self._ocdbt),
             "metadata": {
                 "shape": list(shape),
                 "data_type": dtype,
@@ -121,7 +121,7 @@ class TreeSink:
             }
             for path in self._paths
         }
-        options = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+        options = {"use_ocdbt": self._ocdbt, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
         (self.folder / TREE).write_text(json.dumps({"tree_metadata": tree, **options, "custom_metadata": None}))
         now = time.time_ns()
         step = {
@@ -247,10 +247,13 @@ def _leaf_spec(folder: Path, name: str, metadata: dict[str, Any]) -> dict[str, A
     spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
     # A chunk that is not there reads as zeros by default: right only where zeros were left out when it was written.
     spec["fill_missing_data_reads"] = metadata.get("store_array_data_equal_to_fill_value") is not True
-    if (folder / "manifest.ocdbt").exists():
-        base = {"driver": "file", "path": f"{folder}/"}
-        return {**spec, "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    return {**spec, "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
+    return {**spec, "kvstore": _leaf_kvstore(folder, name, (folder / "manifest.ocdbt").exists())}
+
+
+def _leaf_kvstore(folder: Path, name: str, ocdbt: bool) -> dict[str, Any]:
+    if ocdbt:
+        return {"driver": "ocdbt", "base": kvstore(folder), "path": f"{name}/"}
+    return kvstore(folder / name)
 
 
 def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge import sidecar
+from bridge import places, sidecar
 from bridge.commands.workspace import Chosen, Workspace, find_checkpoint
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
@@ -87,7 +90,7 @@ def find(
             raise CheckpointError(f"{chosen.home / sidecar.FILE} says {facts.engine}, the tree is {tree.engine}'s")
         if tree.engine == "maxtext" and facts.scanned != tree.scanned:
             raise CheckpointError(f"{chosen.home / sidecar.FILE} says scanned {facts.scanned}, the tree is not so")
-        return Checkpoint(chosen, tree, facts.model, facts, base or chosen.home / sidecar.HF)
+        return Checkpoint(chosen, tree, facts.model, facts, at_hand(base or chosen.home / sidecar.HF))
     folder = base
     if folder is None and workspace is not None:
         folder = workspace.model_folder(download=False)
@@ -96,4 +99,17 @@ def find(
             f"{chosen.item} has no {sidecar.FILE} beside it: nothing says what model it is",
             hint="--base DIR names the Hugging Face folder it was trained from",
         )
-    return Checkpoint(chosen, tree, ModelSpec.from_folder(folder), None, folder)
+    return Checkpoint(chosen, tree, ModelSpec.from_folder(folder), None, at_hand(folder))
+
+
+def at_hand(folder: Path) -> Path:
+    """A folder of small files on this host: itself, or a copy that goes when this process ends.
+
+    Tokenizers and engines open them by their names.
+    """
+    if not isinstance(folder, places.BucketPath):
+        return folder
+    copy = tempfile.mkdtemp(prefix="bridge-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    sidecar.copy_side_files(folder, Path(copy))
+    return Path(copy)

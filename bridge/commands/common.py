@@ -14,9 +14,25 @@ from typing import Any
 
 import click
 
+from bridge import places
 from bridge.commands.workspace import SPEC, Workspace
 from bridge.errors import BridgeError
 
+
+class Place(click.Path):
+    """A folder of this host, or of a bucket (`gs://BUCKET/FOLDER`)."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """The path; click itself would look for a folder `gs:` on this disk."""
+        if isinstance(value, places.BucketPath) or places.in_bucket(str(value)):
+            return places.place(value)
+        return super().convert(value, param, ctx)
+
+
+folder_type = Place(path_type=Path, file_okay=False)
+place_type = Place(path_type=Path)
 spec_option = click.option(
     "--spec", type=click.Path(path_type=Path, dir_okay=False), help=f"The spec; default: {SPEC} in this folder."
 )

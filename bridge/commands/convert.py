@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bridge import outputs
+from bridge import outputs, places
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("model", required=False)
-@click.option(
-    "--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder of the model, for a PEFT adapter."
-)
+@click.option("--base", type=common.folder_type, help="HF folder of the model, for a PEFT adapter.")
 @click.option("--to", "engine", type=click.Choice(["maxtext", "tunix"]), help="Default: the spec's engine.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: checkpoints/<engine> in the workdir.")
+@click.option("--out", type=common.place_type, help="Default: checkpoints/<engine> in the workdir.")
 @click.option(
     "--dtype",
     type=click.Choice(["source", "bfloat16", "float32"]),
@@ -63,26 +61,26 @@ def command(
 ) -> None:
     """Convert a Hugging Face folder into an engine's checkpoint, on the CPU, in bounded memory.
 
-    MODEL is a local folder or a hub id; default: model.source of the spec. Values are kept bit for bit. A PEFT adapter
-    folder, with its --base, becomes the engine's adapter checkpoint.
+    MODEL is a folder, here or in a bucket (gs://), or a hub id; default: model.source of the spec. Values are kept bit
+    for bit. A PEFT adapter folder, with its --base, becomes the engine's adapter checkpoint.
     """
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
     engine = engine or (workspace.run.engine if workspace else None)
     if engine is None:
         raise BridgeError("to which engine?", hint="--to maxtext or --to tunix, or a spec")
-    if model is not None and (Path(model) / "adapter_config.json").is_file():
+    if model is not None and (places.place(model) / "adapter_config.json").is_file():
         if out is None:
             raise BridgeError("where to?", hint="--out DIR names the adapter's checkpoint")
         folder = base or (workspace.model_folder() if workspace else None)
         if folder is None:
             raise BridgeError("which base model has the adapter?", hint="--base DIR names its Hugging Face folder")
-        adapters.convert_adapter(Path(model), folder, engine, not unscanned, out, overwrite)
+        adapters.convert_adapter(places.place(model), folder, engine, not unscanned, out, overwrite)
         return
     folder, origin, revision = _source(model, workspace)
     if out is None and workspace is None:
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
-    final = out if out is not None else workspace.converted(engine)  # type: ignore[union-attr]
+    final = places.place(out if out is not None else workspace.converted(engine))  # type: ignore[union-attr]
     scanned = not unscanned
     job = _Job(folder, engine, scanned, dtype, common.parse_size(memory))
     if dry_run:
@@ -94,11 +92,13 @@ def command(
 def _source(model: str | None, workspace: Workspace | None) -> tuple[Path, str, str | None]:
     """The folder, what the user called it, and the revision."""
     if model is not None:
-        outputs.refuse_remote(model)
-        if outputs.is_unfinished(Path(model).expanduser()):
+        folder = places.place(model).expanduser().absolute()
+        if outputs.is_unfinished(folder):
             raise CheckpointError(f"{model} was never finished: what wrote it was stopped, or is still at work")
-        if Path(model).expanduser().is_dir():
-            return Path(model).expanduser().absolute(), str(Path(model).expanduser().absolute()), None
+        if folder.is_dir():
+            return folder, str(folder), None
+        if isinstance(folder, places.BucketPath):
+            raise CheckpointError(f"there is nothing at {folder}")
         from bridge import hub
 
         if not hub.is_id(model):
@@ -167,19 +167,19 @@ class _Job:
 
         total = sum(move_bytes(move, self.source.headers) for move in self.moves)
         needed = self.target_bytes
-        with new_folder(final, overwrite=overwrite, needs_bytes=needed, reads=[self.folder]) as folder:
+        with new_folder(final, overwrite=overwrite, needs_bytes=needed, reads=[self.folder], straight=True) as folder:
             sink = TreeSink(folder / "0", self.table.item, compression)  # type: ignore[arg-type]
             with self.source, common.progress(f"convert to {self.engine}", total) as progress:
                 import_checkpoint(self.moves, self.model, self.source, sink, self.dtype, self.budget, progress)
             sink.scalars(self.table.extra)
             sink.finish({"scan_layers": self.scanned} if self.engine == "maxtext" else {})
-            self._sidecar(origin, revision).write(folder)
             sidecar.copy_side_files(self.folder, folder / sidecar.HF)
             if check:
                 with self.source, common.progress("check", total) as progress:
                     checks.against_source(
                         self.moves, self.model, self.source, folder / "0" / self.table.item, self.budget, progress
                     )
+            self._sidecar(origin, revision).write(folder)
         common.say(f"{self.model.parameters:,} parameters, {len(self.moves)} arrays in {final.absolute()}")
         if check:
             common.say("checked: every value read back through Orbax equals the source")

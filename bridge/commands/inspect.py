@@ -16,7 +16,7 @@ from bridge.model_spec import ModelSpec, read_json
 
 
 @click.command(epilog=common.examples("bridge inspect checkpoints/maxtext", "bridge inspect --table llama_maxtext"))
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=common.place_type)
 @click.option("--table", "table_name", metavar="FAMILY_ENGINE", help="Print a mapping table instead.")
 @common.spec_option
 @common.json_option

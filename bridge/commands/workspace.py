@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge import outputs, run_spec, sidecar
+from bridge import outputs, places, run_spec, sidecar
+from bridge.bucket_outputs import COMMIT
 from bridge.errors import CheckpointError, SpecError
 from bridge.run_spec import RunSpec
 
@@ -30,7 +31,9 @@ class Workspace:
         return cls(run_spec.load(path, overrides), path.absolute().parent)
 
     def path(self, text: str) -> Path:
-        """A path of the spec, absolute."""
+        """A path of the spec, absolute; in a bucket for `gs://`."""
+        if places.in_bucket(text):
+            return places.place(text)
         return (self.base / Path(text).expanduser()).absolute()
 
     @property
@@ -72,10 +75,12 @@ class Workspace:
         return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True)
 
     def _folder(self, text: str, revision: str | None, key: str, download: bool) -> Path:
-        outputs.refuse_remote(text)
+        places.refuse_remote(text)
         local = self.path(text)
         if local.is_dir():
             return local
+        if isinstance(local, places.BucketPath):
+            raise SpecError(f"{key}: there is nothing at {local}")
         from bridge import hub
 
         if not hub.is_id(text):
@@ -110,6 +115,7 @@ def find_checkpoint(
         CheckpointError: nothing there, or the newest run has no finished checkpoint.
     """
     if checkpoint is not None:
+        checkpoint = places.place(checkpoint)
         return _inside(checkpoint.absolute(), step, f"{checkpoint}")
     if workspace is None:
         raise CheckpointError("which checkpoint?", hint="name one, or run this in a folder with a bridge.yaml")
@@ -147,7 +153,12 @@ def _is_step(path: Path) -> bool:
 
 
 def _item(step: Path) -> Path | None:
-    """The tree of a step folder: MaxText's `items`, or `model_params` of the trainer that both engines share."""
+    """The tree of a step folder: MaxText's `items`, or `model_params` of the trainer that both engines share.
+
+    In a bucket Orbax marks a finished step by an object that is written last, since nothing can be renamed there.
+    """
+    if isinstance(step, places.BucketPath) and not (step / COMMIT).is_file():
+        return None
     for name in ("items", "model_params"):
         if (step / name / "_METADATA").is_file() and (step / "_CHECKPOINT_METADATA").is_file():
             return step / name
@@ -162,7 +173,7 @@ def _inside(path: Path, step: int | None, reason: str) -> Chosen:
         left = [f"{part.name} was never finished" for part in outputs.unfinished(path)]
         hint = "run the command that wrote it again: it cleans up first" if left else None
         raise CheckpointError(f"{path} is not a folder", details=left, hint=hint)
-    if (path / "_METADATA").is_file():
+    if (path / "_METADATA").is_file() and (not isinstance(path, places.BucketPath) or _item(path.parent) == path):
         found = int(path.parent.name) if _is_step(path.parent) else None
         return Chosen(path, _home(path), reason, found)
     if _item(path) is not None:

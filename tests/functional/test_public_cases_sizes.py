@@ -104,7 +104,7 @@ def test_case_37_other_dtypes_are_refused_by_name(code: str, width: int, tmp_pat
     assert "float32" in str(found.value) or "F32" in str(found.value)
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/model", "s3://bucket/model", "https://host/model"])
+@pytest.mark.parametrize("address", ["az://bucket/model", "s3://bucket/model", "https://host/model"])
 def test_case_48_an_object_store_is_refused_at_once(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

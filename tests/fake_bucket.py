@@ -1,0 +1,117 @@
+"""A bucket on loopback: gcp-storage-emulator, with what it leaves out of the store's behaviour and bridge relies on.
+
+Added are the precondition `ifGenerationMatch` and the header that says an object's generation: TensorStore and gcsfs
+write on condition, and without them every write would succeed.
+Source: https://cloud.google.com/storage/docs/request-preconditions, gcp_storage_emulator/handlers/objects.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+NAME = "bridge-test"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The bucket as its owner sees it, past all APIs."""
+
+    url: str
+    storage: Any
+
+    @property
+    def env(self) -> dict[str, str]:
+        """An environment for a process that shall see this bucket in the place of Google's."""
+        left_out = ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_APPLICATION_CREDENTIALS")
+        own = {"STORAGE_EMULATOR_HOST": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+        return {**{name: value for name, value in os.environ.items() if name not in left_out}, **own}
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Every object whose name begins so, in order."""
+        found, _ = self.storage.get_file_list(NAME, prefix, None)
+        return sorted(entry["name"] for entry in found)
+
+    def read(self, name: str) -> bytes:
+        """An object."""
+        return bytes(self.storage.get_file(NAME, name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put an object there."""
+        from gcp_storage_emulator.handlers import objects
+
+        about = objects._make_object_resource(self.url, NAME, name, "application/octet-stream", str(len(data)))
+        self.storage.create_file(NAME, name, data, objects._checksums(data, about))
+
+    def delete(self, name: str) -> None:
+        """Take an object away."""
+        self.storage.delete_file(NAME, name)
+
+
+@contextmanager
+def serve() -> Iterator[Bucket]:
+    """An empty bucket for the length of a block."""
+    from gcp_storage_emulator import server
+
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
+    _complete()
+    running = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket=NAME)
+    running.start()
+    port = running._api._httpd.server_address[1]
+    try:
+        yield Bucket(f"http://127.0.0.1:{port}", running._storage)
+    finally:
+        running.stop()
+
+
+@functools.cache
+def _complete() -> None:
+    """Put the conditions around the emulator's own answers, once."""
+    from gcp_storage_emulator import server
+    from gcp_storage_emulator.handlers import objects
+
+    wrapped = {objects.insert: _on_condition(objects.insert), objects.download: _with_generation(objects.download)}
+    wrapped[objects.get] = _with_generation(objects.get)
+    for _, handlers in server.HANDLERS:
+        for method, answer in handlers.items():
+            handlers[method] = wrapped.get(answer, answer)
+
+
+def _on_condition(insert: Callable[..., None]) -> Callable[..., None]:
+    def answer(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        wanted = request.query.get("ifGenerationMatch")
+        if wanted:
+            named = request.query.get("name")
+            name = named[0] if named else request.data["meta"]["name"]
+            if wanted[0] != _generation(storage, request.params["bucket_name"], name):
+                response.status = HTTPStatus.PRECONDITION_FAILED
+                response.json({"error": {"code": 412, "message": "At least one of the pre-conditions did not hold."}})
+                return
+        insert(request, response, storage, *args)
+
+    return answer
+
+
+def _with_generation(download: Callable[..., None]) -> Callable[..., None]:
+    def answer(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        download(request, response, storage, *args)
+        generation = _generation(storage, request.params["bucket_name"], request.params["object_id"])
+        if generation != "0":
+            response["x-goog-generation"] = generation
+
+    return answer
+
+
+def _generation(storage: Any, bucket: str, name: str) -> str:
+    from gcp_storage_emulator.exceptions import NotFound
+
+    try:
+        return str(storage.get_file_obj(bucket, name)["generation"])
+    except NotFound:
+        return "0"
