@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge import rope
-from bridge.errors import UnsupportedError
 from bridge.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -62,26 +61,18 @@ def adapted_pass(found: Checkpoint, facts: AdapterFacts, base: Path, longest: in
         facts: of the adapter.
         base: the converted base checkpoint's tree.
         longest: tokens of the longest input.
-
-    Raises:
-        UnsupportedError: MaxText rounded NF4's scales to another dtype than float32, in which this pass would run.
     """
     frequencies = rope.inverse_frequencies(found.model)
     if found.engine == "maxtext":
         from bridge.converters.parity import maxtext
 
-        if facts.base_dtype not in (None, "float32"):
-            raise UnsupportedError(
-                f"MaxText quantized this base in {facts.base_dtype}; in f32, in which logits are compared, it would be "
-                "another one",
-                hint="bridge export --to hf, then bridge verify EXPORT --reference OTHER",
-            )
         lora: dict[str, Any] = {"rank": facts.rank, "alpha": float(facts.alpha), "targets": facts.targets}
         if facts.tile_size is not None:
             lora["tile_size"] = facts.tile_size
         method = "qlora" if facts.quantization else "lora"
         config = maxtext_config(found, base, {"train": {"method": method}, "lora": lora})
-        with maxtext.forward_pass(config, base, longest, frequencies, found.chosen.item) as forward:
+        held = (facts.base_dtype or found.model.dtype) if facts.quantization else "float32"
+        with maxtext.forward_pass(config, base, longest, frequencies, found.chosen.item, held) as forward:
             yield forward
         return
     from bridge import engine_fixes
