@@ -21,6 +21,8 @@ def store() -> Any:
     Raises:
         MissingDependency: gcsfs is not installed.
     """
+    # Its other class asks for each bucket's kind, with libraries that take two seconds to import.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         from gcsfs.core import GCSFileSystem
     except ImportError as error:

@@ -253,6 +253,16 @@ def in_bucket(path: str | Path) -> bool:
     return isinstance(path, BucketPath) or BUCKET.match(str(path)) is not None
 
 
+def orbax_path(path: Path) -> Any:
+    """The path as Orbax takes it: etils has a class of its own for a bucket."""
+    if not isinstance(path, BucketPath):
+        return path
+    from etils import epath
+
+    store()
+    return epath.Path(str(path))
+
+
 def kvstore(folder: Path) -> dict[str, Any]:
     """TensorStore's key-value store of a folder."""
     if isinstance(folder, BucketPath):

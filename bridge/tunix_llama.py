@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from bridge.errors import CheckpointError, UnsupportedError
 from bridge.model_spec import ModelSpec
+from bridge.places import orbax_path
 
 Remat = Literal["none", "block", "decoder"]
 AXES = ("fsdp", "tp")
@@ -72,7 +73,7 @@ def load(model: ModelSpec, item: Path, dtype: str, mesh: Any = None, remat: Rema
     }
     target = fill(state, wanted)
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(item, target=target)
+        restored = checkpointer.restore(orbax_path(item), target=target)
     return nnx.merge(graph, restored)
 
 
@@ -120,7 +121,7 @@ def stored_shapes(item: Path) -> dict[tuple[str, ...], tuple[int, ...]]:
             f"{item} is no Tunix checkpoint: it has no _METADATA",
             hint="`bridge convert --to tunix` writes one; name its folder <checkpoint>/<step>/model_params",
         )
-    tree = ocp.PyTreeCheckpointHandler().metadata(item).tree
+    tree = ocp.PyTreeCheckpointHandler().metadata(orbax_path(item)).tree
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
     return {
         tuple(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): tuple(leaf.shape)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import LaunchError
+from bridge.places import orbax_path
 
 SLICE_VALUES = 1 << 20
 
@@ -44,7 +45,7 @@ def read(item: Path, path: tuple[str, ...], dtype: str) -> NDArray[Any]:
         target, arguments = {part: target}, {part: arguments}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(
-            item, args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+            orbax_path(item), args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
         )
     for part in key:
         restored = restored[part]

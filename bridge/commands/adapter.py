@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge import sidecar
+from bridge import places, sidecar
 from bridge.commands import common
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec, read_json
@@ -57,8 +57,8 @@ def base_folder(found: Checkpoint, facts: AdapterFacts, base: Path | None, works
     origin = facts.base or (str(found.facts.source.get("origin")) if found.facts else "")
     if base is not None:
         return base
-    if origin and Path(origin).is_dir():
-        return Path(origin)
+    if origin and places.place(origin).is_dir():
+        return places.place(origin)
     if workspace is not None:
         return workspace.model_folder()
     raise CheckpointError(f"the base model {origin or ''} is not at hand", hint="--base DIR names its folder")

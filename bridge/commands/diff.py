@@ -38,9 +38,9 @@ class Opened:
         "bridge diff checkpoints/maxtext export/hf", "bridge diff runs/maxtext-sft runs/tunix-sft --json"
     )
 )
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
-@click.option("--base", type=click.Path(path_type=Path, file_okay=False), help="HF folder of a bare engine checkpoint.")
+@click.argument("a", type=common.place_type)
+@click.argument("b", type=common.place_type)
+@click.option("--base", type=common.folder_type, help="HF folder of a bare engine checkpoint.")
 @common.spec_option
 @common.json_option
 def command(a: Path, b: Path, base: Path | None, spec: Path | None, as_json: bool) -> None:

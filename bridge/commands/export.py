@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bridge import sidecar
+from bridge import places, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 @click.command(
     epilog=common.examples("bridge export --to hf", "bridge export --to hf runs/maxtext-sft --step 50 --out final")
 )
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False, type=common.place_type)
 @click.option("--to", "form", type=click.Choice(["hf", "peft"]), default="hf", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Default: export/<form> in the workdir.")
+@click.option("--out", type=common.place_type, help="Default: export/<form> in the workdir.")
 @click.option(
     "--base",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=common.folder_type,
     help="HF folder of the model: for a checkpoint without bridge.json, and to merge an adapter into.",
 )
 @click.option(
@@ -84,7 +84,7 @@ def command(
     common.say(f"exporting {found.chosen.item} ({found.chosen.reason})")
     if out is None and workspace is None:
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
-    final = out if out is not None else workspace.export(form)  # type: ignore[union-attr]
+    final = places.place(out if out is not None else workspace.export(form))  # type: ignore[union-attr]
     shard_bytes, budget = common.parse_size(max_shard_size), common.parse_size(memory)
     if found.tree.adapters:
         facts = adapters.Options(rank, alpha, targets).facts(found)

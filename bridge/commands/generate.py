@@ -16,7 +16,7 @@ from bridge.model_spec import read_json
 
 
 @click.command(epilog=common.examples('bridge generate --prompt "Who are you?"'))
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False, type=common.place_type)
 @click.option("--prompt", required=True, help="The user's turn; without a chat template, the text to go on with.")
 @common.engine_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bridge import places
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
 from bridge.commands.forward import forward_pass
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
         "bridge verify", "bridge verify checkpoints/maxtext --reference ~/models/Llama-3.2-1B --json"
     )
 )
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
-@click.option("--reference", type=click.Path(path_type=Path, file_okay=False), help="HF folder to compare with.")
+@click.argument("checkpoint", required=False, type=common.place_type)
+@click.option("--reference", type=common.folder_type, help="HF folder to compare with.")
 @click.option("--engine", type=click.Choice(["maxtext", "tunix", "hf"]), help="Whose checkpoint; default: found out.")
 @click.option("--exact", is_flag=True, help="Compare weights bit by bit instead of logits.")
 @click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True)
@@ -122,8 +123,8 @@ def default_reference(found: Checkpoint, workspace: Workspace | None) -> Path:
             )
         return folder
     origin = str(found.facts.source.get("origin")) if found.facts else None
-    if origin is not None and Path(origin).is_dir():
-        return Path(origin)
+    if origin is not None and places.place(origin).is_dir():
+        return places.place(origin)
     if workspace is not None:
         return workspace.model_folder(download=False)
     raise CheckpointError("the source is not at hand", hint="--reference DIR names the Hugging Face folder")

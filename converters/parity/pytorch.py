@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def logits(folder: Path, inputs: tuple[Probe, ...], *, double: bool) -> tuple[li
 
     logging.disable_progress_bar()
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder,
+        os.fspath(folder),  # refused for a bucket, whose address transformers would take for a hub id
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
