@@ -42,9 +42,12 @@ class Followed:
         elif self.verbose:
             self.show(prefix + text)
 
-    def failure(self, what: str, code: int, log: Path | None) -> LaunchError:
-        """The error of a failed run: a process's own explanation where one gave it, else last lines."""
-        for tail in self.tails.values():
+    def failure(self, what: str, code: int, log: Path | None, culprit: int | None = None) -> LaunchError:
+        """The error of a failed run: a process's own explanation where one gave it, else last lines.
+
+        `culprit` is the process that failed first, where that is known; `log` holds more.
+        """
+        for tail in ([self.tails[culprit]] if culprit is not None else []) + list(self.tails.values()):
             explained = next((i for i in range(len(tail) - 1, -1, -1) if tail[i].startswith(EXPLAINED)), None)
             if explained is not None:
                 first, *rest = tail[explained:]
@@ -52,16 +55,18 @@ class Followed:
                 error = LaunchError(first.removeprefix(EXPLAINED), details=details, hint=what)
                 error.exit_code = code
                 return error
-        tail = max(self.tails.values(), key=_looks_guilty, default=[])
+        tail = self.tails[culprit] if culprit is not None else max(self.tails.values(), key=_looks_guilty, default=[])
         if not tail and log is not None and log.exists():
             tail = log.read_text(encoding="utf-8", errors="replace").splitlines()
         error = LaunchError(what, details=tail[-SHOWN:], hint=f"the logs: {log.parent}" if log else None)
         error.exit_code = code
         return error
 
-    def stopped(self, number: signal.Signals, what: str) -> StoppedByUser:
-        """The error of a run that the user stopped."""
-        error = StoppedByUser(f"{number.name}: {what}", hint="--resume goes on from the newest checkpoint")
+    def stopped(
+        self, number: signal.Signals, what: str, hint: str = "--resume goes on from the newest checkpoint"
+    ) -> StoppedByUser:
+        """The error of a run that the user stopped, or stopped to follow."""
+        error = StoppedByUser(f"{number.name}: {what}", hint=hint)
         error.exit_code = 128 + number
         return error
 

@@ -1,16 +1,12 @@
-"""Run a plan as a Kubernetes JobSet: the manifest is a pure value; `kubectl` applies it and shows its logs.
+"""A plan as a Kubernetes JobSet: the manifest, a pure value. `kubectl.py` applies and follows it.
 
 Source: JobSet v1alpha2 (sigs.k8s.io/jobset), GKE's labels for TPU slices and GPUs, and for Cloud Storage FUSE.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,15 +14,12 @@ import yaml
 
 from bridge.errors import LaunchError
 from bridge.launchers.cluster import Cluster, jobset_name
-from bridge.launchers.follow import Followed
 from bridge.launchers.plan import Launch
+from bridge.launchers.pods import CONTAINER, JOB, POD
 from bridge.launchers.slurm import split_env
-from bridge.launchers.supervise import Show, interrupted
 from bridge.run_spec import ClusterSection, JobSetSection
 
 FILE = "jobset.yaml"
-POLL = 5.0
-JOB, POD = "jobset.sigs.k8s.io/job-index", "batch.kubernetes.io/job-completion-index"
 COUNTED = ("BRIDGE_PROCESS_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
 DEVICES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 GRACE_MARGIN = 15
@@ -102,7 +95,7 @@ def _pod(plan: Sequence[Launch], cluster: Cluster, section: ClusterSection, hard
     settings = section.jobset
     common, own = split_env(plan)
     container: dict[str, Any] = {
-        "name": "engine",
+        "name": CONTAINER,
         "image": settings.image,
         "command": ["bash", "-c", _command(plan, own, settings)],
         "env": [*({"name": key, "value": value} for key, value in common.items()), *_late_env(settings)],
@@ -167,62 +160,3 @@ def _exclusive(settings: JobSetSection, hardware: str) -> dict[str, Any]:
     if hardware != "tpu" or settings.slices == 1:
         return {}
     return {"annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}}
-
-
-def execute(text: str, name: str, namespace: str, count: int, show: Show, verbose: bool) -> None:
-    """Apply a manifest and follow the JobSet to its end.
-
-    Raises:
-        LaunchError: no kubectl, it refuses, or the set failed; StoppedByUser: Ctrl-C, the set is deleted then.
-    """
-    if shutil.which("kubectl") is None:
-        raise LaunchError("there is no kubectl on PATH", hint="--dry-run prints the manifest to apply elsewhere")
-    target = ("--namespace", namespace)
-    _clear(name, target)
-    _kubectl([*target, "apply", "-f", "-"], f"kubectl did not apply the JobSet {name}", text)
-    show(f"JobSet {namespace}/{name} applied")
-    selector = f"jobset.sigs.k8s.io/jobset-name={name}"
-    logs = ["kubectl", *target, "logs", "--selector", selector, f"--max-log-requests={max(count, 5)}", "--tail=40"]
-    followed = Followed({}, show, verbose)
-    with interrupted() as received:
-        while True:
-            ended = _condition(name, target)
-            if received:
-                subprocess.run(["kubectl", *target, "delete", "jobset", name, "--wait=false"], check=False)
-                raise followed.stopped(received[0], f"JobSet {name} deleted")
-            if ended is not None:
-                break
-            time.sleep(POLL)
-    done = subprocess.run(logs, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        followed.line(0, line)
-    if ended != "Completed":
-        raise followed.failure(f"JobSet {name} ended: {ended}", 1, None)
-
-
-def _clear(name: str, target: Sequence[str]) -> None:
-    """A JobSet cannot be changed: one of the same name that has ended makes room, as a resumed run has its name."""
-    get = [*target, "get", "jobset", name, "-o", "json", "--ignore-not-found"]
-    text = _kubectl(get, f"kubectl cannot look for a JobSet {name}")
-    if not text.strip():
-        return
-    if _ended(text) is None:
-        raise LaunchError(f"JobSet {name} is still running", hint=f"kubectl delete jobset {name}, or --run NAME")
-    _kubectl([*target, "delete", "jobset", name], f"kubectl did not delete the ended JobSet {name}")
-
-
-def _condition(name: str, target: Sequence[str]) -> str | None:
-    return _ended(_kubectl([*target, "get", "jobset", name, "-o", "json"], f"kubectl does not find JobSet {name}"))
-
-
-def _ended(text: str) -> str | None:
-    conditions: Sequence[Mapping[str, Any]] = json.loads(text).get("status", {}).get("conditions", [])
-    ended = [each["type"] for each in conditions if each.get("status") == "True"]
-    return next((kind for kind in ended if kind in ("Completed", "Failed")), None)
-
-
-def _kubectl(arguments: Sequence[str], problem: str, text: str | None = None) -> str:
-    done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LaunchError(problem, details=[line for line in done.stderr.splitlines() if line.strip()])
-    return done.stdout

@@ -106,7 +106,7 @@ def supervise(
 
 def failure(children: Sequence[Child], order: Sequence[int], logs: Path) -> LaunchError:
     """The error of a failed run. `order`: positions of the processes in the order of their ends."""
-    position = min(order, key=lambda index: (_echo(children[index]), order.index(index)))
+    position = min(order, key=lambda index: (_innocence(children[index]), order.index(index)))
     child = children[position]
     code = child.popen.returncode
     explained = next((i for i in range(len(child.tail) - 1, -1, -1) if child.tail[i].startswith(EXPLAINED)), None)
@@ -123,12 +123,19 @@ def failure(children: Sequence[Child], order: Sequence[int], logs: Path) -> Laun
     return error
 
 
-def _echo(child: Child) -> int:
-    """0: explained by bridge; 1: killed by a signal, or failed on its own; 2: failed because another one had."""
-    text = "\n".join(child.tail).lower()
+def _innocence(child: Child) -> int:
+    return innocence(child.tail, child.popen.returncode == -signal.SIGKILL)
+
+
+def innocence(tail: Sequence[str], killed: bool) -> int:
+    """How unlikely a process is the cause of a failed run, from its last lines.
+
+    0: bridge explains its end; 1: killed by SIGKILL, or failed on its own; 2: failed because another one had.
+    """
+    text = "\n".join(tail).lower()
     if EXPLAINED in text:
         return 0
-    return 2 if child.popen.returncode != -signal.SIGKILL and any(echo in text for echo in ECHOES) else 1
+    return 2 if not killed and any(echo in text for echo in ECHOES) else 1
 
 
 def _stopped(number: signal.Signals, children: Sequence[Child]) -> StoppedByUser:

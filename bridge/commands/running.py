@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.commands.prepared import Prepared
-from bridge.launchers import jobset, local, slurm, ssh
+from bridge.launchers import jobset, kubectl, local, slurm, ssh
 from bridge.launchers.cluster import jobset_name
 from bridge.launchers.plan import Launch
 from bridge.launchers.supervise import Show
@@ -43,8 +43,9 @@ def execute(prepared: Prepared, plan: Sequence[Launch], show: Show, verbose: boo
     if cluster.launcher == "slurm":
         slurm.execute(prepared.run_dir / slurm.SCRIPT, len(plan), logs, show, verbose)
     elif cluster.launcher == "jobset":
-        text, name = file[1] if file else "", jobset_name(prepared.run_dir.name)
-        jobset.execute(text, name, section.jobset.namespace, len(plan), show, verbose)
+        settings, name = section.jobset, jobset_name(prepared.run_dir.name)
+        pods = kubectl.JobSet(name, settings.namespace, len(plan), len(plan) // settings.slices)
+        kubectl.execute(file[1] if file else "", pods, logs, show, verbose)
     elif cluster.launcher == "ssh":
         ssh.execute(plan, logs, show, verbose, section.grace, section.ssh_options)
     elif cluster.own is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -136,61 +135,3 @@ def test_a_run_outside_the_shared_storage_is_refused() -> None:
     with pytest.raises(LaunchError, match="the settings do not make a JobSet") as caught:
         manifest("gpu", run_dir="/home/ada/runs/r")
     assert "is not under cluster.jobset.mount /shared" in str(caught.value)
-
-
-def fake_kubectl(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
-    """A `kubectl` that keeps what it is given, and says `before` of a JobSet until one is applied, then `after`."""
-    script = folder / "kubectl"
-    script.write_text(
-        f"""#!/bin/sh
-case "$3" in
-  apply) cat > {folder}/applied ;;
-  delete) touch {folder}/deleted ;;
-  get) if [ -e {folder}/applied ]; then echo '{after}'; else echo '{before}'; fi ;;
-  logs) echo 'bridge: error: no data' ;;
-esac
-"""
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
-def status(condition: str) -> str:
-    return json.dumps({"status": {"conditions": [{"type": condition, "status": "True"}]}})
-
-
-def test_kubectl_applies_and_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_kubectl(tmp_path, monkeypatch, before="", after=status("Completed"))
-    shown: list[str] = []
-    jobset.execute("kind: JobSet\n", "r", "ns", 2, shown.append, False)
-    assert (tmp_path / "applied").read_text() == "kind: JobSet\n"
-    assert not (tmp_path / "deleted").exists()
-    assert shown[0] == "JobSet ns/r applied"
-
-
-def test_a_failed_jobset_is_explained_by_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_kubectl(tmp_path, monkeypatch, before="", after=status("Failed"))
-    with pytest.raises(LaunchError, match="no data"):
-        jobset.execute("kind: JobSet\n", "r", "ns", 2, print, False)
-
-
-def test_an_ended_jobset_makes_room_and_a_running_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_kubectl(tmp_path, monkeypatch, before=status("Suspended"), after=status("Completed"))
-    with pytest.raises(LaunchError, match="JobSet r is still running"):
-        jobset.execute("kind: JobSet\n", "r", "ns", 2, print, False)
-    assert not (tmp_path / "applied").exists()
-    fake_kubectl(tmp_path, monkeypatch, before=status("Failed"), after=status("Completed"))
-    jobset.execute("kind: JobSet\n", "r", "ns", 2, print, False)
-    assert (tmp_path / "deleted").exists()
-
-
-def test_kubectl_that_refuses_or_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "kubectl"
-    script.write_text("#!/bin/sh\necho 'error: no matches for kind JobSet' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(LaunchError, match="no matches for kind JobSet"):
-        jobset.execute("", "r", "ns", 2, print, False)
-    monkeypatch.setenv("PATH", "/no/such/folder")
-    with pytest.raises(LaunchError, match="there is no kubectl on PATH"):
-        jobset.execute("", "r", "ns", 2, print, False)

@@ -1,0 +1,312 @@
+"""A JobSet applied and followed, with the `kubectl` of `tests/kubectl.py`, whose pods are processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import kubectl as stand_in
+import kubernetes_validate
+import pytest
+from processes import shim_env, wait_for
+
+from bridge.errors import LaunchError
+from bridge.launchers import jobset, kubectl, tunix
+from bridge.launchers.cluster import describe
+from bridge.launchers.kubectl import JobSet
+from bridge.launchers.plan import Site
+from bridge.launchers.pods import Pod, changes, read_end, read_pods
+from bridge.run_spec import parse
+
+RUN = JobSet("r", "ns", 2, 2)
+RANK = "int(os.environ['BRIDGE_PROCESS_ID'])"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cluster's folder; whatever was applied is gone afterwards."""
+    state = stand_in.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(kubectl, "POLL", 0.2)
+    yield state
+    (state / "down").unlink(missing_ok=True)
+    subprocess.run(RUN.kubectl("delete", "jobset", "r"), capture_output=True, check=False)
+
+
+def manifest(folder: Path, program: str) -> str:
+    """What bridge makes of a plan, with a program text in the engine's place."""
+    text = f"launcher: jobset, nodes: 2, jobset: {{image: i, claim: w, namespace: ns, mount: {folder}}}"
+    run = parse(f"model: {{source: m}}\ncluster: {{{text}}}")
+    place = describe(run.cluster, "r")
+    plan = tunix.plan_launch(run, place, Site(str(folder), sys.executable, "cpu"))
+    values = jobset.manifest(plan, place, run.cluster, "cpu", "r")
+    container = values["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    file = folder / "program.py"
+    file.write_text(f"import os, sys, time\nrank = {RANK}\n{textwrap.dedent(program)}")
+    container["command"][2] = container["command"][2].replace(f"-m bridge.launchers.shim {folder}", str(file))
+    assert str(file) in container["command"][2]
+    return json.dumps(values)
+
+
+def follow(folder: Path, program: str, verbose: bool = False) -> list[str]:
+    shown: list[str] = []
+    kubectl.execute(manifest(folder, program), RUN, folder / "logs", shown.append, verbose)
+    return shown
+
+
+def test_lines_are_shown_while_the_pods_run_and_kept(tmp_path: Path, cluster: Path) -> None:
+    """The pods wait for a file that is made when their first line is shown: lines at the end would come too late."""
+    (cluster / "pending").touch()
+    seen = tmp_path / "seen"
+    program = f"""
+        print('bridge: step 1/2', flush=True)
+        deadline = time.monotonic() + 20
+        while not os.path.exists({str(seen)!r}):
+            if time.monotonic() > deadline: sys.exit(9)
+            time.sleep(0.05)
+        print('chatter of', rank)
+    """
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if "ImagePullBackOff" in line:
+            (cluster / "pending").unlink()
+        if line == "step 1/2":
+            seen.touch()
+
+    kubectl.execute(manifest(tmp_path, program), RUN, tmp_path / "logs", show, False)
+    assert shown[:3] == ["JobSet ns/r applied", "pods 0, 1: pending (ImagePullBackOff)", "pods 0, 1: running"]
+    assert shown[-1] == "pods 0, 1: succeeded" or {"pod 0: succeeded", "pod 1: succeeded"} <= set(shown)
+    assert shown.count("step 1/2") == 1  # all say the same: process 0 is shown
+    for number in range(2):
+        text = (tmp_path / "logs" / f"process-{number}.log").read_text()
+        assert text == f"bridge: step 1/2\nchatter of {number}\n"
+
+
+def test_verbose_shows_all_with_their_numbers(tmp_path: Path, cluster: Path) -> None:
+    del cluster
+    shown = follow(tmp_path, "print('from', rank)", verbose=True)
+    assert {line for line in shown if line.startswith("[")} == {"[0] from 0", "[1] from 1"}
+
+
+def test_a_broken_connection_loses_and_repeats_no_line(tmp_path: Path, cluster: Path) -> None:
+    (cluster / "break").touch()
+    program = "for n in range(20):\n    print('line', n, flush=True)\n    time.sleep(0.05)"
+    follow(tmp_path, program)
+    assert not (cluster / "break").exists()
+    for number in range(2):
+        lines = (tmp_path / "logs" / f"process-{number}.log").read_text().splitlines()
+        assert lines == [f"line {n}" for n in range(20)]
+    again = [call for call in calls(cluster) if any(word.startswith("--since-time=") for word in call)]
+    assert again
+
+
+def calls(cluster: Path) -> list[list[str]]:
+    """The command lines that kubectl was given."""
+    return [json.loads(line) for line in (cluster / "calls").read_text().splitlines()]
+
+
+def test_the_first_failed_pod_is_the_error(tmp_path: Path, cluster: Path) -> None:
+    del cluster
+    program = "if rank == 0: time.sleep(60)\nprint('the cause', flush=True)\nsys.exit(3)"
+    start = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        follow(tmp_path, program)
+    assert time.monotonic() - start < 15
+    assert "process 1 (pod r-workers-0-1-x01 on node-a) failed (exit code 3)" in str(caught.value)
+    assert list(caught.value.details) == ["the cause"]
+    assert caught.value.exit_code == 3
+    assert str(tmp_path / "logs") in str(caught.value)
+
+
+def test_a_survivor_that_fails_first_is_not_the_error(tmp_path: Path, cluster: Path) -> None:
+    (cluster / "pending").touch()
+
+    def show(line: str) -> None:
+        if "pending" in line:  # the poll that follows finds both at their ends
+            (cluster / "pending").unlink()
+            assert wait_for(lambda: len(list(cluster.glob("*.end"))) == 2, 10)
+
+    program = "print(['gloo: Connection reset by peer', 'ValueError: the cause'][rank], flush=True)\nsys.exit(1 + rank)"
+    with pytest.raises(LaunchError, match="process 1") as caught:
+        kubectl.execute(manifest(tmp_path, program), RUN, tmp_path / "logs", show, False)
+    assert "the cause" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_an_explained_error_is_shown_as_it_is(tmp_path: Path, cluster: Path) -> None:
+    del cluster
+    program = "print('bridge: error: no data\\n  line 3', flush=True) if rank else time.sleep(60)\nsys.exit(1)"
+    with pytest.raises(LaunchError, match=r"^no data\n  line 3") as caught:
+        follow(tmp_path, program)
+    assert "process 1" in str(caught.value)
+
+
+def test_ctrl_c_leaves_the_jobset_and_says_how_to_end_it(tmp_path: Path, cluster: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from bridge.errors import BridgeError; from bridge.launchers import kubectl\n"
+        "kubectl.POLL, run = 0.2, kubectl.JobSet('r', 'ns', 2, 2)\n"
+        "try: kubectl.execute(Path(sys.argv[1]).read_text(), run, Path(sys.argv[2]), print, False)\n"
+        "except BridgeError as error: print(error); sys.exit(error.exit_code)\n"
+    )
+    (tmp_path / "jobset.json").write_text(manifest(tmp_path, "print('up', flush=True)\ntime.sleep(60)"))
+    argv = [sys.executable, "-u", "-c", code, str(tmp_path / "jobset.json"), str(tmp_path / "logs")]
+    popen = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=shim_env())
+    log = tmp_path / "logs" / "process-1.log"
+    assert wait_for(lambda: log.exists() and "up" in log.read_text(), 30)
+    start = time.monotonic()
+    os.kill(popen.pid, signal.SIGINT)
+    text, _ = popen.communicate(timeout=20)
+    assert popen.returncode == 130, text
+    assert time.monotonic() - start < 5
+    assert "SIGINT: JobSet ns/r goes on" in text
+    assert "kubectl --namespace ns delete jobset r ends it" in text
+    assert len(list(cluster.glob("*.pid"))) == 2
+    assert not list(cluster.glob("*.end"))
+    assert not [line for line in command_lines() if str(tmp_path) in line and "--follow" in line]
+
+
+def command_lines() -> list[str]:
+    """Of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def test_a_cluster_that_does_not_answer_for_a_while(tmp_path: Path, cluster: Path) -> None:
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if "running" in line:
+            (cluster / "down").touch()
+        if "trying again" in line:
+            (cluster / "down").unlink()
+
+    kubectl.execute(manifest(tmp_path, "time.sleep(2)"), RUN, tmp_path / "logs", show, False)
+    assert [line for line in shown if line.startswith("kubectl: Unable to connect to the server")]
+    assert "succeeded" in shown[-1]
+
+
+def test_a_cluster_that_never_answers_again(tmp_path: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubectl, "PATIENCE", 1.0)
+
+    def show(line: str) -> None:
+        if "running" in line:
+            (cluster / "down").touch()
+
+    with pytest.raises(LaunchError, match="no answer about JobSet r for 1 s") as caught:
+        kubectl.execute(manifest(tmp_path, "time.sleep(60)"), RUN, tmp_path / "logs", show, False)
+    assert "i/o timeout" in str(caught.value)
+    assert "delete jobset r" in str(caught.value)
+
+
+def test_a_jobset_that_somebody_deletes(tmp_path: Path, cluster: Path) -> None:
+    del cluster
+
+    def show(line: str) -> None:
+        if "running" in line:
+            subprocess.run(RUN.kubectl("delete", "jobset", "r"), capture_output=True, check=True)
+
+    with pytest.raises(LaunchError, match="JobSet ns/r is gone"):
+        kubectl.execute(manifest(tmp_path, "time.sleep(60)"), RUN, tmp_path / "logs", show, False)
+
+
+def test_an_ended_jobset_makes_room_and_a_running_one_does_not(tmp_path: Path, cluster: Path) -> None:
+    del cluster
+    follow(tmp_path, "print('once')")
+    text = manifest(tmp_path, "time.sleep(60)")
+    subprocess.run(RUN.kubectl("delete", "jobset", "r"), capture_output=True, check=True)
+    subprocess.run(RUN.kubectl("apply", "--filename", "-"), input=text, text=True, capture_output=True, check=True)
+    with pytest.raises(LaunchError, match="JobSet r is still running"):
+        follow(tmp_path, "print('twice')")
+    subprocess.run(RUN.kubectl("delete", "jobset", "r"), capture_output=True, check=True)
+    follow(tmp_path, "print('twice')")
+    follow(tmp_path, "print('again')")
+    assert (tmp_path / "logs" / "process-0.log").read_text() == "once\ntwice\nagain\n"
+
+
+def test_kubectl_that_refuses_or_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "kubectl"
+    script.write_text("#!/bin/sh\necho 'error: no matches for kind JobSet' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(LaunchError, match="no matches for kind JobSet"):
+        kubectl.execute("", RUN, tmp_path / "logs", print, False)
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    with pytest.raises(LaunchError, match="there is no kubectl on PATH"):
+        kubectl.execute("", RUN, tmp_path / "logs", print, False)
+
+
+def item(name: str, job: int, index: int, **status: object) -> dict[str, object]:
+    """A Pod as the API shows it, judged by Kubernetes' own schema."""
+    labels = {"jobset.sigs.k8s.io/jobset-name": "r", "jobset.sigs.k8s.io/job-index": str(job)}
+    annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+    spec = {"containers": [{"name": "engine", "image": "i"}], "nodeName": "node-1"}
+    metadata = {"name": name, "labels": labels, "annotations": annotations}
+    found = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": status}
+    kubernetes_validate.validate(found, "1.30", strict=True)
+    return found
+
+
+def engine(**state: object) -> list[dict[str, object]]:
+    common = {"ready": False, "restartCount": 0, "image": "i", "imageID": ""}
+    return [
+        {"name": "gke-gcsfuse-sidecar", "state": {"terminated": {"exitCode": 1}}, **common},
+        {"name": "engine", "state": state, **common},
+    ]
+
+
+def test_states_of_pods() -> None:
+    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes"}
+    killed = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}
+    items = [
+        item("d", 1, 1, phase="Failed", reason="Evicted"),
+        item("c", 1, 0, phase="Failed", containerStatuses=engine(terminated=killed)),
+        item("b", 0, 1, phase="Running", containerStatuses=engine(running={"startedAt": "2026-01-01T00:00:00Z"})),
+        item("a", 0, 0, phase="Pending", conditions=[unschedulable]),
+        item("e", 2, 0, phase="Pending", containerStatuses=engine(waiting={"reason": "ContainerCreating"})),
+    ]
+    pods = read_pods(json.dumps({"items": items}), 2)
+    assert [(pod.number, pod.name, pod.state) for pod in pods] == [
+        (0, "a", "pending (Unschedulable: 0/4 nodes)"),
+        (1, "b", "running"),
+        (2, "c", "failed (exit code 137, OOMKilled)"),
+        (3, "d", "failed (Evicted)"),
+        (4, "e", "pending"),
+    ]
+    assert [pod.failed for pod in pods] == [False, False, True, True, False]
+    assert (pods[2].killed, pods[2].ended, pods[2].node) == (True, "2026-01-01T00:00:00Z", "node-1")
+
+
+def test_changes_are_told_together() -> None:
+    pods = [Pod(f"p{n}", n, "Running") for n in range(5)]
+    assert changes([], pods) == ["pods 0-4: running"]
+    later = [*pods[:2], *(Pod(f"p{n}", n, "Succeeded") for n in (2, 4)), pods[3]]
+    assert changes(pods, later) == ["pods 2, 4: succeeded"]
+    assert changes(later, later) == []
+
+
+def test_ends_of_jobsets() -> None:
+    def end(kind: str, status: str) -> object:
+        condition = {"type": kind, "status": status, "message": "why"}
+        return read_end(json.dumps({"status": {"conditions": [condition]}}))
+
+    assert read_end(json.dumps({"metadata": {}})) is None
+    assert end("Suspended", "True") is None
+    assert end("Failed", "False") is None
+    assert getattr(end("Failed", "True"), "message", None) == "why"
+    assert getattr(end("Completed", "True"), "kind", None) == "Completed"
