@@ -7,7 +7,7 @@ import errno
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
 # What a conversion needs: no `original/`, no pickles.
-PATTERNS = [
-    "*.safetensors",
-    "*.safetensors.index.json",
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+SMALL = [
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -30,7 +29,9 @@ PATTERNS = [
     "merges.txt",
     "chat_template*",
 ]
+PATTERNS = [*WEIGHTS, *SMALL]
 IGNORED = ["original/*", "*/*"]
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_id(text: str) -> bool:
@@ -52,23 +53,42 @@ class Listing:
         return sum(self.files.values())
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder of the hub's cache; None for other folders."""
+    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else None
+
+
 def resolve(
-    model_id: str, revision: str | None = None, *, download: bool = True, local_dir: Path | None = None
+    model_id: str,
+    revision: str | None = None,
+    *,
+    download: bool = True,
+    local_dir: Path | None = None,
+    weights: bool = True,
+    pinned: bool = False,
 ) -> Path:
     """The local folder of a hub model, downloaded on demand into huggingface_hub's own cache, or into `local_dir`.
 
     `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME` and the login are respected, since huggingface_hub does the work.
+
+    Args:
+        model_id: `organisation/name`.
+        revision: branch, tag or commit.
+        download: ask the hub; else the cache alone.
+        local_dir: in the place of the cache.
+        weights: without them: config and tokenizer only.
+        pinned: the revision is the lock's, which an error then says.
 
     Raises:
         AccessError: no login, wrong login, gated, not found, no such revision, or no network; each its own text.
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(model_id, revision, download):
+    with _explained(model_id, revision, download, pinned):
         folder = snapshot_download(
             model_id,
             revision=revision,
-            allow_patterns=PATTERNS,
+            allow_patterns=PATTERNS if weights else SMALL,
             ignore_patterns=IGNORED,
             local_files_only=not download,
             local_dir=local_dir,
@@ -76,7 +96,7 @@ def resolve(
     return Path(folder)
 
 
-def preflight(model_id: str, revision: str | None = None) -> Listing:
+def preflight(model_id: str, revision: str | None = None, *, weights: bool = True, pinned: bool = False) -> Listing:
     """Ask the hub what a download would fetch, and whether this login may: nothing is stored.
 
     Raises:
@@ -84,27 +104,41 @@ def preflight(model_id: str, revision: str | None = None) -> Listing:
     """
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-    with _explained(model_id, revision, True):
+    with _explained(model_id, revision, True, pinned):
         api = HfApi()
         commit = api.model_info(model_id, revision=revision).sha or revision or "main"
         sizes = {entry.path: getattr(entry, "size", 0) for entry in api.list_repo_tree(model_id, revision=commit)}
         # A gated model is listed to everybody: only its files say whether they are given out.
-        get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=commit))
-    files = {name: size for name, size in sizes.items() if _matches(name, PATTERNS) and not _matches(name, IGNORED)}
-    if not any(name.endswith(".safetensors") for name in files):
+        asked = "config.json" if "config.json" in sizes else min(sizes, default="config.json")
+        get_hf_file_metadata(hf_hub_url(model_id, asked, revision=commit))
+    patterns = PATTERNS if weights else SMALL
+    files = {name: size for name, size in sizes.items() if matches(name, patterns) and not matches(name, IGNORED)}
+    if weights and not any(name.endswith(".safetensors") for name in files):
         raise AccessError(
             f"{model_id} has no safetensors", details=sorted(sizes), hint="take a repository that has the weights so"
         )
     return Listing(commit, files)
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
+def newest(model_id: str, revision: str | None = None) -> str | None:
+    """The commit that a branch or tag stands for now, by the hub.
+
+    Raises:
+        AccessError: as `resolve`.
+    """
+    from huggingface_hub import HfApi
+
+    with _explained(model_id, revision, True):
+        return HfApi().model_info(model_id, revision=revision).sha
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
     """As huggingface_hub matches: `*` stands for slashes too."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextlib.contextmanager
-def _explained(model_id: str, revision: str | None, download: bool) -> Iterator[None]:
+def _explained(model_id: str, revision: str | None, download: bool, pinned: bool = False) -> Iterator[None]:
     """Turn what huggingface_hub raises into an AccessError.
 
     Nothing of the original is shown: its text holds the request, and with it what the user may not want in a log.
@@ -119,11 +153,11 @@ def _explained(model_id: str, revision: str | None, download: bool) -> Iterator[
             f"{model_id!r} at revision {revision!r} is no name the hub knows", hint="it looks like organisation/name"
         ) from None
     except errors.OfflineModeIsEnabled:
-        raise _not_cached(None, model_id, download) from None
+        raise _not_cached(None, model_id, revision, download, pinned) from None
     except errors.LocalEntryNotFoundError as error:
-        raise _not_cached(error.__cause__, model_id, download) from None
+        raise _not_cached(error.__cause__, model_id, revision, download, pinned) from None
     except errors.HfHubHTTPError as error:
-        raise _refused(error, model_id, revision) from None
+        raise _refused(error, model_id, revision, pinned) from None
     except (httpx.HTTPError, OSError) as error:
         raise _broken_off(error, model_id) from None
 
@@ -134,14 +168,16 @@ def _page(model_id: str) -> str:
     return f"{constants.ENDPOINT.rstrip('/')}/{model_id}"
 
 
-def _not_cached(cause: BaseException | None, model_id: str, download: bool) -> AccessError:
+def _not_cached(
+    cause: BaseException | None, model_id: str, revision: str | None, download: bool, pinned: bool
+) -> AccessError:
     """Nothing usable in the cache; `cause` is what the hub's client met when it asked the hub."""
     from huggingface_hub import constants, errors
 
     if isinstance(cause, errors.HfHubHTTPError):
-        return _refused(cause, model_id, None)
+        return _refused(cause, model_id, revision, pinned)
     if not download:
-        return AccessError(f"{model_id} is not in the cache", hint="bridge convert downloads it")
+        return AccessError(f"{model_id} is not in the cache", hint="bridge download fetches it")
     if constants.is_offline_mode():
         return AccessError(
             f"{model_id} is not in the cache, and HF_HUB_OFFLINE is set",
@@ -153,7 +189,7 @@ def _not_cached(cause: BaseException | None, model_id: str, download: bool) -> A
     )
 
 
-def _refused(error: HfHubHTTPError, model_id: str, revision: str | None) -> AccessError:
+def _refused(error: HfHubHTTPError, model_id: str, revision: str | None, pinned: bool = False) -> AccessError:
     """The hub answered, but not with the model."""
     from huggingface_hub import errors, get_token
 
@@ -166,6 +202,11 @@ def _refused(error: HfHubHTTPError, model_id: str, revision: str | None) -> Acce
                 hint=f"request access at {page}, then run: hf auth login",
             )
         return AccessError(f"{model_id} is gated and your account has no access yet", hint=f"request access at {page}")
+    if isinstance(error, errors.RevisionNotFoundError) and pinned:
+        return AccessError(
+            f"{model_id} has no longer the commit {revision}, to which bridge.json is pinned",
+            hint="bridge download --update takes the newest",
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return AccessError(f"{model_id} has no revision {revision or 'main'!r}", hint=f"see {page}/commits/main")
     if isinstance(error, errors.RepositoryNotFoundError):

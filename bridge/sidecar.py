@@ -16,6 +16,8 @@ from bridge.model_spec import FLOAT_DTYPES, ModelSpec, read_json
 FILE = "bridge.json"
 HF = "hf"
 FORMAT = 1
+LOCK = "lock"
+"""The `kind` of a `bridge.json` that pins downloads (bridge/hub_lock.py) and describes no checkpoint."""
 
 # The small files of a Hugging Face folder that travel with a checkpoint, byte for byte.
 SIDE_FILES = (
@@ -82,6 +84,8 @@ def read(folder: Path) -> Sidecar | None:
     if not path.exists():
         return None
     values = read_json(path)
+    if values.get("kind") == LOCK:
+        return None
     if values.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {values.get('format')!r}, this bridge reads {FORMAT}", hint="update bridge"
@@ -98,6 +102,15 @@ def read(folder: Path) -> Sidecar | None:
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} of the wrong type")
     return sidecar
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a `bridge.json` is a lock.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    return read_json(path).get("kind") == LOCK
 
 
 def inside(folder: Path, name: str, where: Path) -> Path:

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import fake_hub_writes
+from fake_hub_writes import Writes
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 GOOD = "hf_" + "G00dDummyToken" * 2 + "AAAAAA"
 WRONG = "hf_" + "Wr0ngDummyToken" * 2 + "BBBB"
@@ -29,6 +32,15 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     """Repositories whose weights break off in the middle."""
+    head: str = SHA
+    """The commit that `main` stands for; every commit that it ever had is there still, with the files of now."""
+    commits: set[str] = field(default_factory=lambda: {SHA})
+    writes: Writes = field(default_factory=Writes)
+
+    def move(self, commit: str) -> None:
+        """Another commit on `main`."""
+        self.head = commit
+        self.commits.add(commit)
 
 
 @contextmanager
@@ -48,6 +60,12 @@ def serve(files: dict[str, bytes]) -> Iterator[Hub]:
         def do_GET(self) -> None:
             answer(self, hub)
 
+        def do_POST(self) -> None:
+            answer(self, hub)
+
+        def do_PUT(self) -> None:
+            answer(self, hub)
+
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         hub.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -64,6 +82,8 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
     path = request.path.partition("?")[0]
     token = (request.headers.get("Authorization") or "").removeprefix("Bearer ")
     hub.requests.append(f"{request.command} {path}")
+    if fake_hub_writes.answer(request, hub, path, token):
+        return None
     about = re.fullmatch(r"/api/models/(team/[\w-]+)(?:/revision/(\w+)|/tree/(\w+))?", path)
     file = re.fullmatch(r"/(team/[\w-]+)/resolve/(\w+)/(.+)", path)
     match = about or file
@@ -81,7 +101,8 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
     if name == "down":
         return refuse(request, 500, None, "on fire")
     revision = match[2]
-    if revision not in (None, "main", SHA):
+    commit = hub.head if revision in (None, "main") else revision
+    if commit not in hub.commits:
         return refuse(request, 404, "RevisionNotFound")
     if about is not None:
         if about[3]:
@@ -90,11 +111,11 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
             ]
             return reply(request, 200, json.dumps(tree).encode())
         siblings = [{"rfilename": key} for key in hub.files]
-        return reply(request, 200, json.dumps({"id": match[1], "sha": SHA, "siblings": siblings}).encode())
+        return reply(request, 200, json.dumps({"id": match[1], "sha": commit, "siblings": siblings}).encode())
     if name == "gated" and token != APPROVED:
         return refuse(request, 403 if token else 401, "GatedRepo")
     data = hub.files[match[3]]
-    return reply(request, 200, data, {"ETag": f'"{oid(data)}"', "X-Repo-Commit": SHA}, cut=name in hub.broken)
+    return reply(request, 200, data, {"ETag": f'"{oid(data)}"', "X-Repo-Commit": str(commit)}, cut=name in hub.broken)
 
 
 def oid(data: bytes) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bridge import outputs, places
+from bridge import outputs, places, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
@@ -87,6 +87,8 @@ def command(
         job.show(final)
         return
     job.run(final, origin, revision, compression, overwrite, check)
+    if model is None and workspace is not None:
+        _pin(workspace, revision)
 
 
 def _source(model: str | None, workspace: Workspace | None) -> tuple[Path, str, str | None]:
@@ -103,10 +105,31 @@ def _source(model: str | None, workspace: Workspace | None) -> tuple[Path, str, 
 
         if not hub.is_id(model):
             raise BridgeError(f"{model} is neither a folder nor a hub id")
-        return hub.resolve(model), model, None
+        found = hub.resolve(model)
+        return found, model, hub.commit_of(found)
     if workspace is None:
         raise BridgeError("convert what?", hint="name a folder or a hub id, or run this beside a bridge.yaml")
-    return workspace.model_folder(), workspace.run.model.source, workspace.run.model.revision
+    source, asked = workspace.run.model.source, workspace.run.model.revision
+    folder = workspace.model_folder()
+    from bridge import hub, hub_lock
+
+    commit = hub.commit_of(folder)
+    if commit is not None:
+        pinned = hub_lock.commit(workspace.base, source, asked) is not None
+        since = f", as {sidecar.FILE} has it; bridge download --update moves it" if pinned else ""
+        common.say(f"{source}: commit {commit[:12]}{since}")
+    return folder, source, commit or asked
+
+
+def _pin(workspace: Workspace, commit: str | None) -> None:
+    """Note the commit of a hub id in the spec's lock: what was converted once is what is taken again."""
+    from bridge import hub, hub_lock
+
+    model = workspace.run.model
+    if commit is None or workspace.path(model.source).is_dir() or not hub.is_id(model.source):
+        return
+    if hub_lock.commit(workspace.base, model.source, model.revision) != commit:
+        hub_lock.write(workspace.base, model.source, model.revision, commit)
 
 
 class _Job:
@@ -159,7 +182,6 @@ class _Job:
         self, final: Path, origin: str, revision: str | None, compression: str, overwrite: bool, check: bool
     ) -> None:
         """Write the checkpoint, its sidecar and the small files."""
-        from bridge import sidecar
         from bridge.converters import check as checks
         from bridge.converters.orbax_store import TreeSink
         from bridge.converters.transfer import import_checkpoint
@@ -185,8 +207,6 @@ class _Job:
             common.say("checked: every value read back through Orbax equals the source")
 
     def _sidecar(self, origin: str, revision: str | None) -> Any:
-        from bridge import sidecar
-
         kinds = {name: self.source.headers[name].dtype for move in self.moves for name in move.hf}
         common_dtype = max(set(kinds.values()), key=list(kinds.values()).count)
         files = sorted({stored.file for stored in self.source.stored.values()})

@@ -72,20 +72,21 @@ class Workspace:
         """The tokenizer's folder: `model.tokenizer`, else the model's."""
         if self.run.model.tokenizer is None:
             return self.model_folder()
-        return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True)
+        return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True, weights=False)
 
-    def _folder(self, text: str, revision: str | None, key: str, download: bool) -> Path:
+    def _folder(self, text: str, revision: str | None, key: str, download: bool, *, weights: bool = True) -> Path:
         places.refuse_remote(text)
         local = self.path(text)
         if local.is_dir():
             return local
         if isinstance(local, places.BucketPath):
             raise SpecError(f"{key}: there is nothing at {local}")
-        from bridge import hub
+        from bridge import hub, hub_lock
 
         if not hub.is_id(text):
             raise SpecError(f"{key}: there is no folder {local}", hint="a hub id looks like meta-llama/Llama-3.1-8B")
-        return hub.resolve(text, revision, download=download)
+        pinned = hub_lock.commit(self.base, text, revision)
+        return hub.resolve(text, pinned or revision, download=download, weights=weights, pinned=pinned is not None)
 
     def data_files(self, value: str | list[str] | None) -> tuple[str, ...]:
         """The data files of `data.train` or `data.eval`, absolute where they exist; a hub id stays as it is."""
@@ -205,6 +206,7 @@ def _pick(run: Path, steps: list[int]) -> tuple[int, str]:
 def _home(path: Path) -> Path:
     """The folder above a tree that holds its `bridge.json`; the tree's own step folder when there is none."""
     for folder in (path, *list(path.parents)[:3]):
-        if (folder / sidecar.FILE).is_file():
+        found = folder / sidecar.FILE
+        if found.is_file() and not sidecar.is_lock(found):
             return folder
     return path.parent

@@ -15,6 +15,7 @@ import pytest
 from checkpoints import run
 from fake_hub import APPROVED, GOOD, SHA, Hub
 
+from bridge import hub_lock
 from bridge.commands.download import check_disk
 from bridge.errors import OutputError, SpecError
 
@@ -33,10 +34,14 @@ def hub(model: Path) -> Iterator[Hub]:
 
 
 def download(hub: Hub, home: Path, *args: object, **more: str) -> subprocess.CompletedProcess[str]:
+    return bridge(hub, home, "download", *args, **more)
+
+
+def bridge(hub: Hub, home: Path, *args: object, **more: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: huggingface_hub reads its environment when it is imported."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_HOME": str(home), "HF_ENDPOINT": hub.url} | more
-    argv = [sys.executable, "-m", "bridge", "download", *map(str, args)]
+    argv = [sys.executable, "-m", "bridge", *map(str, args)]
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=120, cwd=home)
 
 
@@ -77,6 +82,103 @@ def test_access_is_checked_before_anything_moves(hub: Hub, tmp_path: Path) -> No
     assert not [line for line in hub.requests if line.startswith("GET /team/gated/resolve")]
     assert GOOD not in done.stderr
     assert download(hub, tmp_path, "team/gated", HF_TOKEN=APPROVED).returncode == 0
+
+
+LATER = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+def lock(folder: Path) -> dict[str, object]:
+    values: dict[str, object] = json.loads((folder / "bridge.json").read_text())
+    assert values["kind"] == "lock"
+    models = values["models"]
+    assert isinstance(models, dict)
+    return models
+
+
+def test_the_lock_of_a_spec_is_kept_by_download_and_convert_until_update(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text("model: {source: team/open}\n")
+    assert download(hub, tmp_path, "--json").returncode == 0
+    assert lock(tmp_path) == {"team/open": {"asked": None, "commit": SHA}}
+    hub.move(LATER)
+    done = download(hub, tmp_path, "--json")
+    assert json.loads(done.stdout)["revision"] == SHA
+    assert f"commit {SHA[:12]}, as bridge.json has it; main is at {LATER[:12]} now, --update takes it" in done.stderr
+    done = bridge(hub, tmp_path, "convert", "--to", "maxtext")
+    assert done.returncode == 0, done.stderr
+    assert f"team/open: commit {SHA[:12]}, as bridge.json has it" in done.stderr
+    facts = json.loads((tmp_path / "checkpoints" / "maxtext" / "bridge.json").read_text())
+    assert (facts["source"]["origin"], facts["source"]["revision"]) == ("team/open", SHA)
+    # The cache alone serves the pinned commit, and the lock is no checkpoint's sidecar to whoever looks for one.
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert json.loads(download(hub, tmp_path, "--json", **offline).stdout)["revision"] == SHA
+    (tmp_path / "checkpoints" / "maxtext" / "bridge.json").unlink()
+    done = bridge(hub, tmp_path, "export", "checkpoints/maxtext", "--out", "back", **offline)
+    assert done.returncode == 0, done.stderr
+    # Moving it is asked for.
+    done = download(hub, tmp_path, "--update", "--json")
+    assert json.loads(done.stdout)["revision"] == LATER
+    assert lock(tmp_path) == {"team/open": {"asked": None, "commit": LATER}}
+    # A commit that the hub lost is said so.
+    hub.commits.discard(LATER)
+    hub.head = SHA
+    done = download(hub, tmp_path)
+    assert done.returncode == 1
+    assert f"no longer the commit {LATER}, to which bridge.json is pinned" in done.stderr
+    assert "bridge download --update" in done.stderr
+
+
+def test_convert_pins_what_it_downloads(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text("model: {source: team/open}\n")
+    assert bridge(hub, tmp_path, "convert", "--to", "tunix", "--dry-run").returncode == 0
+    assert not (tmp_path / "bridge.json").exists()
+    done = bridge(hub, tmp_path, "convert", "--to", "tunix")
+    assert f"team/open: commit {SHA[:12]}\n" in done.stderr
+    assert lock(tmp_path) == {"team/open": {"asked": None, "commit": SHA}}
+
+
+def test_the_lock_lies_beside_a_folder_too_and_another_revision_is_not_the_pinned_one(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
+    assert download(hub, tmp_path, "team/open", "--out", "models/open").returncode == 0
+    assert lock(tmp_path / "models") == {"team/open": {"asked": None, "commit": SHA}}
+    assert contents(tmp_path / "models" / "open") == contents(model)
+    hub.move(LATER)
+    done = download(hub, tmp_path, "team/open", "--out", "models/open", "--json")
+    assert json.loads(done.stdout)["revision"] == SHA
+    done = download(hub, tmp_path, "team/open", "--revision", LATER, "--out", "models/other", "--json")
+    assert json.loads(done.stdout)["revision"] == LATER
+    done = download(hub, tmp_path, "team/open", "--json")
+    assert json.loads(done.stdout)["revision"] == LATER, "nothing pins what is in the cache alone"
+
+
+def test_a_tokenizer_of_another_model_comes_without_its_weights(hub: Hub, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text("model: {source: team/open, tokenizer: team/other}\n")
+    done = download(hub, tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    small = {name for name in contents(model) if "safetensors" not in name}
+    assert contents(Path(found["tokenizer"]["folder"])).keys() == small
+    assert lock(tmp_path).keys() == {"team/open", "team/other"}
+    # A tokenizer that is not given out is said before the weights move.
+    (tmp_path / "bridge.yaml").write_text("model: {source: team/more, tokenizer: team/gated}\n")
+    done = download(hub, tmp_path, HF_TOKEN=GOOD)
+    assert done.returncode == 1
+    assert "team/gated is gated" in done.stderr
+    assert not [line for line in hub.requests if "more/resolve" in line and line.startswith("GET")]
+
+
+@pytest.mark.parametrize("models", ["1", '{"a/b": {"asked": 1, "commit": "x"}}', '{"a/b": 3}', '{"a/b": {}}'])
+def test_a_damaged_lock_is_refused(models: str, tmp_path: Path) -> None:
+    (tmp_path / "bridge.json").write_text(f'{{"kind": "lock", "models": {models}}}')
+    with pytest.raises(SpecError, match="damaged"):
+        hub_lock.read(tmp_path)
+
+
+def test_a_checkpoints_sidecar_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "bridge.json").write_text('{"format": 1}')
+    assert hub_lock.read(tmp_path) == {}
+    with pytest.raises(OutputError, match="belongs to a checkpoint"):
+        hub_lock.write(tmp_path, "team/open", None, SHA)
 
 
 def test_pickles_alone_are_refused(tmp_path: Path) -> None:
