@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import bridge
 from bridge.errors import BridgeError, printable
@@ -26,6 +27,7 @@ VERBS = {
     "inspect": "Say what a folder holds: format, model, tensors.",
     "diff": "Compare two folders of weights across formats.",
     "report": "Look at runs: curves and outcomes on one HTML page.",
+    "completion": "Print the completion for bash, zsh or fish.",
     "demo": "The whole way on a real small model, in minutes, on a CPU.",
 }
 
@@ -64,6 +66,11 @@ class Verbs(click.Group):
             if not close:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Verbs for the shell, without importing any."""
+        verbs = [CompletionItem(name, help=text) for name, text in VERBS.items() if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of verbs, without importing any."""
