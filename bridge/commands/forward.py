@@ -81,6 +81,7 @@ def adapted_pass(found: Checkpoint, facts: AdapterFacts, base: Path, longest: in
 
     engine_fixes.apply("tunix", frequencies)
     adapters = tunix_adapters.Adapters(facts.rank, facts.alpha, facts.targets, facts.tile_size)
-    dtype = facts.base_dtype or "bfloat16"
+    # An adapter that was not trained by bridge is compared on its base as it is.
+    dtype = facts.base_dtype or found.model.dtype
     llama = tunix_adapters.load_trained(found.model, base, found.chosen.item, adapters, dtype)
     yield lambda ids, positions: tunix.forward(llama, ids, positions)
