@@ -19,7 +19,10 @@ from bridge.launchers.plan import Launch
 from bridge.launchers.supervise import FAILURE_GRACE, Child, Show, supervise
 
 HEARTBEAT = 5.0
-"""Seconds between signs of life to the far side, which gives up after three without."""
+"""Seconds between signs of life to the far side."""
+FAR_PATIENCE = 30.0
+"""Seconds without any after which the far side ends its process: later than ssh gives up here, which is after 15 to 20
+(three unanswered questions), so that the error names the host that was lost and not those that missed it."""
 BOOTSTRAP = "import json,sys;exec(compile(json.loads(sys.stdin.readline()),'ssh_runner','exec'))"
 """Reads the runner's source from the first line of standard input."""
 
@@ -60,7 +63,7 @@ def job(launch: Launch, grace: float, environment: Mapping[str, str]) -> str:
         "env": {**launch.env, **secrets},
         "cwd": launch.cwd,
         "grace": grace,
-        "heartbeat": 3 * HEARTBEAT,
+        "heartbeat": FAR_PATIENCE,
     }
     source = Path(ssh_runner.__file__).read_text(encoding="utf-8")
     return json.dumps(source) + "\n" + json.dumps(values) + "\n"
@@ -101,11 +104,6 @@ def _starter(number: int, launch: Launch, options: Sequence[str]) -> Callable[[]
 
         def send(signal_number: signal.Signals) -> None:
             write(f"{signal_number.name}\n")
-            if signal_number == signal.SIGKILL:
-                # The far side also ends when the connection does.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    popen.wait(timeout=2)
-                popen.kill()
 
         def beat() -> None:
             while popen.poll() is None:
@@ -115,6 +113,6 @@ def _starter(number: int, launch: Launch, options: Sequence[str]) -> Callable[[]
         stop = threading.Event()
         write(job(launch, FAILURE_GRACE, os.environ))
         threading.Thread(target=beat, daemon=True, name=f"heartbeat-{number}").start()
-        return Child(number, f"process {number} on {launch.host}", popen, send)
+        return Child(number, f"process {number} on {launch.host}", popen, send, far=launch.host)
 
     return start

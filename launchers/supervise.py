@@ -20,9 +20,13 @@ FAILURE_GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL for the others when one has failed: they cannot save without it."""
 GRACE_MARGIN = 5.0
 """What the shim is left, beyond its own grace period, when the user stops a run."""
+KILL_PATIENCE = 5.0
+"""Seconds for SIGKILL to be carried out, on a host that ssh leads to."""
 CULPRIT_PATIENCE = 1.5
 """Seconds after the first failure in which others may show that they were the cause."""
 TAIL, SHOWN = 40, 12
+NO_CONNECTION = 255
+"""The exit code of ssh when it does not reach a host, or loses it."""
 
 # What survivors say when another process has gone: seldom the cause.
 ECHOES = (
@@ -41,13 +45,24 @@ Show = Callable[[str], None]
 
 @dataclass
 class Child:
-    """A started process: `send` brings a signal to it and all its own children, wherever it runs."""
+    """A started process: `send` brings a signal to it and all its own children, wherever it runs.
+
+    `far` is the host that it runs on, where ssh leads there: exit code 255 is then the connection's, not the process's.
+    `silent`: the host did not answer when the process was to be killed.
+    """
 
     number: int
     name: str
     popen: subprocess.Popen[str]
     send: Callable[[signal.Signals], None]
     tail: list[str] = field(default_factory=list)
+    far: str | None = None
+    silent: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its host could not be reached, or not any more."""
+        return self.silent or (self.far is not None and self.popen.returncode == NO_CONNECTION)
 
 
 class StoppedByUser(LaunchError):
@@ -101,6 +116,8 @@ def supervise(
     if stopped:
         raise _stopped(received[0], children)
     if failed:
+        # What fails first when a network breaks is a process on this side of it.
+        failed += [number for number, child in enumerate(children) if child.lost and number not in failed]
         raise failure(children, failed, logs)
 
 
@@ -115,6 +132,12 @@ def failure(children: Sequence[Child], order: Sequence[int], logs: Path) -> Laun
         hint = next((line.strip().removeprefix("hint: ") for line in rest if line.strip().startswith("hint: ")), None)
         details = [line.strip() for line in rest if line.startswith("  ") and not line.strip().startswith("hint: ")]
         error = LaunchError(first.removeprefix(EXPLAINED), details=details, hint=hint)
+    elif child.lost:
+        return LaunchError(
+            f"{child.name}: the host cannot be reached, or the connection to it broke",
+            details=child.tail[-3:],
+            hint=f"does `ssh {child.far} true` work? without a connection the host ends what runs there by itself",
+        )
     else:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = f"the whole log: {logs / f'process-{child.number}.log'}"
@@ -124,7 +147,7 @@ def failure(children: Sequence[Child], order: Sequence[int], logs: Path) -> Laun
 
 
 def _innocence(child: Child) -> int:
-    return innocence(child.tail, child.popen.returncode == -signal.SIGKILL)
+    return 0 if child.lost else innocence(child.tail, child.popen.returncode == -signal.SIGKILL)
 
 
 def innocence(tail: Sequence[str], killed: bool) -> int:
@@ -183,16 +206,21 @@ def _later_failures(children: Sequence[Child], failed: Sequence[int]) -> list[in
 
 
 def _stop(children: Sequence[Child], grace: float, received: list[signal.Signals]) -> None:
-    """End what still runs: SIGTERM, a grace period, SIGKILL."""
-    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+    """End what still runs: SIGTERM, a grace period that a second signal cuts short, SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_PATIENCE)):
         running = [child for child in children if child.popen.poll() is None]
         for child in running:
             child.send(number)
         deadline = time.monotonic() + seconds
         while any(child.popen.poll() is None for child in running) and time.monotonic() < deadline:
-            if len(received) > 1:
+            if len(received) > 1 and number == signal.SIGTERM:
                 break
             time.sleep(0.05)
+    for child in children:
+        if child.popen.poll() is None:  # the ssh to a host that does not answer; its far side ends by itself
+            child.silent = child.far is not None
+            child.popen.kill()
+            child.popen.wait()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    """`collective.py RUN_DIR [MODE]`: prints `sum=<1 + ... + n>`; MODE `raise` fails on process 1 before that."""
+    """`collective.py RUN_DIR [MODE]`: prints `sum=<1 + ... + n>`.
+
+    MODE `raise` fails on process 1 before that, `wait` sleeps after it, `loop` adds again and again.
+    """
     from bridge.launchers import shim
     from bridge.launchers.member import Member
     from bridge.launchers.stopping import Stopping
@@ -26,6 +29,9 @@ def main() -> None:
 
     total = multihost_utils.process_allgather(np.float32(member.process + 1)).sum()
     print(f"bridge: sum={total:g} of {jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+    while sys.argv[2:] == ["loop"]:
+        multihost_utils.process_allgather(np.float32(member.process + 1))
+        print("bridge: going on", flush=True)
     if sys.argv[2:] == ["wait"]:
         import time
 

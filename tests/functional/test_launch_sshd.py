@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import pwd
 import signal
 import socket
 import subprocess
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import system
+import sshd
 from processes import is_running, python, shim_env, wait_for
 
 from bridge.errors import LaunchError
@@ -30,33 +30,20 @@ COLLECTIVE = Path(__file__).resolve().parents[1] / "collective.py"
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """Start sshd; yields the options with which `ssh hostA` and `ssh hostB` reach it."""
-    system.require("sshd", "ssh", "ssh-keygen")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """sshd: its process id, and the options with which `ssh hostA` and `ssh hostB` reach it."""
     folder = tmp_path_factory.mktemp("sshd")
-    for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
-    port, user = free_port(), pwd.getpwuid(os.geteuid()).pw_name
-    (folder / "authorized").write_text((folder / "user.pub").read_text())
-    (folder / "known").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
-        f"PidFile {folder}/pid\nStrictModes no\nUsePAM no\nPasswordAuthentication no\n"
-        "PermitRootLogin prohibit-password\n"
-    )
-    (folder / "config").write_text(
-        f"Host hostA hostB\n  HostName 127.0.0.1\n  Port {port}\n  User {user}\n  IdentityFile {folder}/user\n"
-        f"  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known\n"
-    )
-    Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = system.find("sshd") or "sshd"
-    popen = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL)
-    chosen = ("-F", str(folder / "config"))
-    probe = ["ssh", *chosen, "-o", "BatchMode=yes", "hostA", "true"]
-    assert wait_for(lambda: subprocess.run(probe, capture_output=True, check=False).returncode == 0, 15)
-    yield chosen
+    sshd.make_keys(folder)
+    port = free_port()
+    popen = sshd.start(folder, "127.0.0.1", port)
+    yield popen.pid, sshd.options(folder, dict.fromkeys(("hostA", "hostB"), ("127.0.0.1", port)))
     popen.terminate()
     popen.wait()
+
+
+@pytest.fixture
+def options(server: tuple[int, tuple[str, ...]]) -> tuple[str, ...]:
+    return server[1]
 
 
 def plan(folder: Path, mode: str = "") -> list[Launch]:
@@ -122,6 +109,54 @@ def test_a_host_that_refuses_the_key(options: tuple[str, ...], tmp_path: Path) -
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
     config = tmp_path / "config"
     config.write_text(Path(options[1]).read_text().replace("IdentityFile ", f"IdentityFile {other}\n  #"))
-    with pytest.raises(LaunchError, match="ended with exit code 255") as caught:
+    with pytest.raises(LaunchError, match="process 0 on hostA: the host cannot be reached") as caught:
         ssh.execute([python("", tmp_path, host="hostA")], tmp_path / "logs", print, False, 2.0, ("-F", str(config)))
     assert "Permission denied" in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [signal.SIGKILL, signal.SIGSTOP], ids=["closed", "silent"])
+def test_a_connection_that_breaks_names_the_host_and_leaves_nothing(
+    server: tuple[int, tuple[str, ...]], tmp_path: Path, cut: signal.Signals
+) -> None:
+    """hostB's end of the connection is killed, or stands still as behind a dead network, while both are at work."""
+    start: list[float] = []
+
+    def show(line: str) -> None:
+        if "going on" in line and not start:
+            start.append(time.monotonic())
+            for session in sshd.session_of(process_of(tmp_path, 1), server[0]):
+                os.kill(session, cut)
+                frozen.append(session)
+
+    frozen: list[int] = []
+    try:
+        with pytest.raises(LaunchError, match="process 1 on hostB: the host cannot be reached, or the") as caught:
+            ssh.execute(plan(tmp_path, "loop"), tmp_path / "logs", show, False, 5.0, server[1])
+        # ssh asks three times in 15 s, and the last answer may be 5 s old; then seconds to end the others.
+        assert time.monotonic() - start[0] < (15 if cut == signal.SIGKILL else 40)
+        assert frozen
+        assert "not responding" in str(caught.value) if cut == signal.SIGSTOP else "closed" in str(caught.value)
+        assert caught.value.exit_code == 1
+        # The session still stands still: what ran behind it has ended by itself.
+        assert wait_for(lambda: not processes_of(tmp_path), 30), processes_of(tmp_path)
+    finally:
+        for session in frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(session, signal.SIGKILL)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """What runs for a run on either host."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if str(run_dir).encode() in words and str(COLLECTIVE).encode() in words:
+                found.append(int(folder.name))
+    return found
+
+
+def process_of(run_dir: Path, number: int) -> int:
+    """The process of a number."""
+    mark = f"BRIDGE_PROCESS_ID={number}".encode()
+    return next(pid for pid in processes_of(run_dir) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))

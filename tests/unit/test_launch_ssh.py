@@ -86,7 +86,7 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     script.write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname hostA' >&2\nexit 255\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(LaunchError, match="process 0 on hostA ended with exit code 255") as caught:
+    with pytest.raises(LaunchError, match="process 0 on hostA: the host cannot be reached") as caught:
         execute([python("", tmp_path, host="hostA")], tmp_path)
     assert "Could not resolve hostname" in str(caught.value)
 
