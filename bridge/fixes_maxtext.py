@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from bridge import fixes_tunix
+from bridge import fixes_tunix, lora_provider
 from bridge.engine_fixes import Fix, Frequencies
 
 
@@ -63,6 +64,39 @@ def _attend(query: Any, embedding_table: Any, attend_dtype: Any, config: Any, ou
     return jnp.dot(query, table, preferred_element_type=attend_dtype, out_sharding=out_sharding)
 
 
+def float32_adapters(frequencies: Frequencies) -> None:
+    """Give MaxText's models f32 adapters, whatever the dtype of their base; activations keep theirs.
+
+    Raises:
+        AttributeError: MaxText is not as it was when this was written.
+    """
+    del frequencies
+    from maxtext.utils import lora_utils
+
+    build, apply = lora_utils._build_lora_provider, lora_utils.apply_lora_to_model
+    if getattr(apply, "corrected", False):
+        return
+    fixes_tunix.require_arguments(build, ("mt_config",))
+    fixes_tunix.require_arguments(apply, ("model", "mesh", "mt_config"))
+    if "_build_lora_provider" not in apply.__code__.co_names:
+        raise AttributeError("apply_lora_to_model no longer calls _build_lora_provider")
+
+    @functools.wraps(apply)
+    def apply_lora_to_model(model: Any, mesh: Any, mt_config: Any) -> Any:
+        import jax.numpy as jnp
+        from flax import nnx
+
+        adapted = apply(model, mesh, mt_config)
+        for _, value in nnx.iter_graph(adapted):
+            if isinstance(value, nnx.LoRAParam):
+                value.set_value(value.get_value().astype(jnp.float32))
+        return adapted
+
+    apply_lora_to_model.corrected = True  # type: ignore[attr-defined]
+    lora_utils._build_lora_provider = lambda mt_config: lora_provider.like(build(mt_config))
+    lora_utils.apply_lora_to_model = apply_lora_to_model
+
+
 FIXES = (
     Fix(
         name="maxtext-rope-frequencies",
@@ -79,6 +113,14 @@ FIXES = (
         "in the logits of a float32 model, in training and in checks",
         proof="tests/parity/test_maxtext_logits.py",
         install=tied_logits,
+    ),
+    Fix(
+        name="maxtext-lora-float32",
+        engine="maxtext",
+        reason="MaxText trains adapters in the dtype of their base; in bfloat16 they keep three digits, in which the "
+        "optimizer's small steps are rounded away or doubled",
+        proof="tests/parity/test_maxtext_adapters.py",
+        install=float32_adapters,
     ),
     Fix(
         name="maxtext-orpo-mean-likelihood",

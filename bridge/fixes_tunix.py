@@ -36,8 +36,8 @@ def rope(frequencies: Frequencies) -> None:
     if getattr(llama.apply_rope, "corrected", False):
         return
     block, init = llama.Attention.block, llama.Attention.__init__
-    _require_arguments(llama.apply_rope, ROPE_ARGUMENTS)
-    _require_arguments(block, BLOCK_ARGUMENTS)
+    require_arguments(llama.apply_rope, ROPE_ARGUMENTS)
+    require_arguments(block, BLOCK_ARGUMENTS)
     names = block.__code__.co_names + block.__code__.co_consts
     if "apply_rope" not in names or any("rope_theta" in name for name in names if isinstance(name, str | tuple)):
         raise AttributeError("Attention.block no longer calls apply_rope without rope_theta")
@@ -106,7 +106,7 @@ def loss(_: Frequencies) -> None:
 
     if peft_trainer._default_loss_fn is token_loss:
         return
-    _require_arguments(peft_trainer._default_loss_fn, LOSS_ARGUMENTS)
+    require_arguments(peft_trainer._default_loss_fn, LOSS_ARGUMENTS)
     if "_default_loss_fn" not in peft_trainer.PeftTrainer.__init__.__code__.co_names:
         raise AttributeError("PeftTrainer no longer takes _default_loss_fn")
     peft_trainer._default_loss_fn = token_loss
@@ -150,7 +150,7 @@ def orpo(_: Frequencies) -> None:
 
     if getattr(dpo_trainer.dpo_loss_fn, "corrected", False):
         return
-    _require_arguments(dpo_trainer.dpo_loss_fn, PREFERENCE_ARGUMENTS)
+    require_arguments(dpo_trainer.dpo_loss_fn, PREFERENCE_ARGUMENTS)
     if "dpo_loss_fn" not in dpo_trainer.DPOTrainer.__init__.__code__.co_names:
         raise AttributeError("DPOTrainer no longer takes dpo_loss_fn")
     stock = dpo_trainer.dpo_loss_fn
@@ -213,7 +213,12 @@ def orpo_loss(model: Any, example: Any, strength: float, label_smoothing: float)
     return (strength * ratio - chosen).mean(), metrics
 
 
-def _require_arguments(function: Any, expected: Sequence[str]) -> None:
+def require_arguments(function: Any, expected: Sequence[str]) -> None:
+    """Compare a function's arguments with those it had when a correction of it was written.
+
+    Raises:
+        AttributeError: it takes others.
+    """
     found = tuple(inspect.signature(function).parameters)
     if found != tuple(expected):
         raise AttributeError(f"{function.__qualname__} takes {found}, not {tuple(expected)}")

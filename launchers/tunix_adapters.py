@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge import tunix_llama
+from bridge import lora_provider, tunix_llama
 from bridge.errors import SpecError
 from bridge.launchers import tunix_dropout, tunix_loss, tunix_quantize
 from bridge.model_spec import ModelSpec
@@ -185,26 +185,14 @@ def pattern(targets: tuple[str, ...]) -> str:
 
 @functools.cache
 def _provider_class() -> Any:
-    import qwix
-
-    class KeepsActivations(qwix.LoraProvider):  # type: ignore[misc]
-        """The f32 product of the adapters is added in f32; the sum goes on in the dtype that came in."""
+    class DropsInTraining(lora_provider.provider_class()):  # type: ignore[misc]
+        """Adapters with dropout drop where `tunix_dropout` says so."""
 
         def _get_current_rule_and_op_id(self, *args: Any, **kwargs: Any) -> Any:
             rule, operation = super()._get_current_rule_and_op_id(*args, **kwargs)
             return tunix_dropout.rule_here(rule), operation
 
-        def dot_general(self, lhs: Any, *args: Any, **kwargs: Any) -> Any:
-            return _like(lhs, super().dot_general(lhs, *args, **kwargs), kwargs)
-
-        def einsum(self, einsum_str: str, *operands: Any, **kwargs: Any) -> Any:
-            return _like(operands[0], super().einsum(einsum_str, *operands, **kwargs), kwargs)
-
-    return KeepsActivations
-
-
-def _like(activations: Any, result: Any, options: dict[str, Any]) -> Any:
-    return result if options.get("preferred_element_type") is not None else result.astype(activations.dtype)
+    return DropsInTraining
 
 
 def is_adapter(path: Path_) -> bool:
