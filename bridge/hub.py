@@ -82,7 +82,7 @@ def resolve(
     Raises:
         AccessError: no login, wrong login, gated, not found, no such revision, or no network; each its own text.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     with _explained(model_id, revision, download, pinned):
         folder = snapshot_download(
@@ -93,6 +93,11 @@ def resolve(
             local_files_only=not download,
             local_dir=local_dir,
         )
+    if weights and not any(Path(folder).glob("*.safetensors")):
+        if download and not constants.is_offline_mode():
+            raise _no_weights(model_id, sorted(path.name for path in Path(folder).iterdir()))
+        # The small files alone were fetched, as a tokenizer, or to say what would fit.
+        raise _not_cached(None, model_id, revision, download, pinned)
     return Path(folder)
 
 
@@ -114,9 +119,7 @@ def preflight(model_id: str, revision: str | None = None, *, weights: bool = Tru
     patterns = PATTERNS if weights else SMALL
     files = {name: size for name, size in sizes.items() if matches(name, patterns) and not matches(name, IGNORED)}
     if weights and not any(name.endswith(".safetensors") for name in files):
-        raise AccessError(
-            f"{model_id} has no safetensors", details=sorted(sizes), hint="take a repository that has the weights so"
-        )
+        raise _no_weights(model_id, sorted(sizes))
     return Listing(commit, files)
 
 
@@ -160,6 +163,12 @@ def _explained(model_id: str, revision: str | None, download: bool, pinned: bool
         raise _refused(error, model_id, revision, pinned) from None
     except (httpx.HTTPError, OSError) as error:
         raise _broken_off(error, model_id) from None
+
+
+def _no_weights(model_id: str, files: list[str]) -> AccessError:
+    return AccessError(
+        f"{model_id} has no safetensors", details=files, hint="take a repository that has the weights so"
+    )
 
 
 def _page(model_id: str) -> str:

@@ -143,6 +143,22 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
     return names
 
 
+def replace_tokenizer(source: Path, target: Path) -> None:
+    """Put another model's tokenizer in the place of the one among the small files in `target`.
+
+    Its chat template and its end tokens come with it: a base model that was trained with them stops by them.
+
+    Raises:
+        CheckpointError: as `copy_side_files`.
+    """
+    own = [name for name in SIDE_FILES if name not in ("config.json", "generation_config.json")]
+    for name in own:
+        (target / name).unlink(missing_ok=True)
+    for name in (*own, "generation_config.json"):
+        if inside(source, name, where=source).is_file():
+            (target / name).write_bytes((source / name).read_bytes())
+
+
 def sha256(data: bytes) -> str:
     """The digest of some bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()

@@ -46,7 +46,7 @@ def model_of(workspace: Workspace) -> ModelSpec:
         facts = sidecar.read(workspace.converted(engine))
         if facts is not None:
             return facts.model
-    return ModelSpec.from_folder(workspace.model_folder(download=False))
+    return ModelSpec.from_folder(workspace.config_folder())
 
 
 def local_devices() -> Devices:

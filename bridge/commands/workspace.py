@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge import outputs, places, run_spec, sidecar
 from bridge.bucket_outputs import COMMIT
-from bridge.errors import CheckpointError, SpecError
+from bridge.errors import AccessError, CheckpointError, SpecError
 from bridge.run_spec import RunSpec
 
 SPEC = "bridge.yaml"
@@ -67,6 +67,17 @@ class Workspace:
             AccessError: as `hub.resolve`.
         """
         return self._folder(self.run.model.source, self.run.model.revision, "model.source", download)
+
+    def config_folder(self) -> Path:
+        """A folder with the model's config.json; of a hub id that is not here yet, the small files alone are fetched.
+
+        Raises:
+            SpecError, AccessError: as `model_folder`.
+        """
+        try:
+            return self.model_folder(download=False)
+        except AccessError:
+            return self._folder(self.run.model.source, self.run.model.revision, "model.source", True, weights=False)
 
     def tokenizer_folder(self) -> Path:
         """The tokenizer's folder: `model.tokenizer`, else the model's."""

@@ -167,6 +167,18 @@ def test_a_tokenizer_of_another_model_comes_without_its_weights(hub: Hub, model:
     assert not [line for line in hub.requests if "more/resolve" in line and line.startswith("GET")]
 
 
+def test_plan_asks_for_the_small_files_alone(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text("model: {source: team/open}\n")
+    done = bridge(hub, tmp_path, "plan", "--devices", "1x24GB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in hub.requests if line.startswith("GET") and line.endswith(".safetensors")]
+    # What is there is no model yet, to nobody.
+    done = bridge(hub, tmp_path, "convert", "--to", "tunix", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "team/open is not in the cache, and HF_HUB_OFFLINE is set" in done.stderr
+    assert bridge(hub, tmp_path, "convert", "--to", "tunix").returncode == 0
+
+
 @pytest.mark.parametrize("models", ["1", '{"a/b": {"asked": 1, "commit": "x"}}', '{"a/b": 3}', '{"a/b": {}}'])
 def test_a_damaged_lock_is_refused(models: str, tmp_path: Path) -> None:
     (tmp_path / "bridge.json").write_text(f'{{"kind": "lock", "models": {models}}}')
