@@ -49,9 +49,11 @@ class Run:
     eval_loss: tuple[Point, ...] = ()
     learning_rate: tuple[Point, ...] = ()
     step_time: tuple[Point, ...] = ()
+    tokens_per_second: tuple[Point, ...] = ()
+    mfu: tuple[Point, ...] = ()
+    """Model FLOP utilisation, from 0 to 1; empty where the device's peak is not known."""
     seconds: float | None = None
     """From the first to the last entry of the log."""
-    tokens_per_second: float | None = None
     answers: tuple[Answer, ...] = ()
 
 
@@ -133,6 +135,8 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("Loss", "step", "nats a token", tuple(loss)),
         Chart("Learning rate", "step", "learning rate", tuple(lines("learning_rate", "learning rate"))),
         Chart("Step time", "step", "seconds", tuple(lines("step_time", "step time")), log_y=True),
+        Chart("Tokens per second", "step", "tokens/s", tuple(lines("tokens_per_second", "tokens per second"))),
+        Chart("Model FLOP utilisation", "step", "of the devices' peak", tuple(lines("mfu", "MFU"))),
     ]
     return [chart for chart in charts if chart.series or chart.title == "Loss"]
 
@@ -144,7 +148,8 @@ def _outcomes(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         "first eval loss": [number(run.eval_loss[0][1]) if run.eval_loss else "-" for run in runs],
         "best eval loss": [_best(run) for run in runs],
         "seconds a step": [_median(run.step_time) for run in runs],
-        "tokens a second": ["-" if run.tokens_per_second is None else number(run.tokens_per_second) for run in runs],
+        "tokens a second": [_median(run.tokens_per_second) for run in runs],
+        "model FLOP utilisation": [_median(run.mfu) for run in runs],
         "time": ["-" if run.seconds is None else _duration(run.seconds) for run in runs],
     }
     return [(key, *values) for key, values in rows.items()]

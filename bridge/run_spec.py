@@ -6,13 +6,11 @@ Every key has a default except `model.source`.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from bridge import spec_yaml
 from bridge.errors import SpecError
@@ -43,17 +41,58 @@ class ModelSection(Section):
     tokenizer: str | None = Field(None, description="a folder or hub id; default: the model's own")
 
 
+class WeightedSource(Section):
+    """One data set of a mixture."""
+
+    source: str = Field(min_length=1, description=".jsonl or .parquet file, or a hub data set id")
+    weight: PositiveFloat = Field(1.0, description="its share of the examples, beside the other weights")
+
+
+def _form(value: object) -> str:
+    """Which of the forms of `data.train` is meant, so that only its own problems are said."""
+    if not isinstance(value, list | tuple):
+        return "text"
+    return "sources" if any(isinstance(item, dict | WeightedSource) for item in value) else "texts"
+
+
+Sources = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[str], Tag("texts")] | Annotated[list[WeightedSource], Tag("sources")],
+    Discriminator(_form),
+]
+UNION_TAGS = ("text", "texts", "sources", "literal['auto']", "MeshShape")
+
+
 class DataSection(Section):
     """The examples to train on."""
 
-    train: str | list[str] | None = Field(None, description=".jsonl or .parquet file(s), or a hub data set id")
-    eval: str | list[str] | None = Field(None, description="the same, for evaluation")
+    train: Sources | None = Field(
+        None,
+        description=".jsonl or .parquet file(s), or a hub data set id; "
+        "or a mixture: a list of {source: FILE, weight: 3}, weights being shares of the examples",
+    )
+    eval: str | list[str] | None = Field(None, description="the same without weights, for evaluation")
     split: str = Field("train", description="for hub data sets")
     column: str | None = Field(
         "messages", description="the chat column; prompt/completion or chosen/rejected are found"
     )
     loss_on: Literal["completion", "all"] = Field("completion", description="train on the assistant's turns, or on all")
     packing: bool = Field(False, description="several examples a row, kept apart by attention and positions")
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, max_length=16, description="asked of the model before and after training, for the report's answers"
+    )
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _no_weights(cls, value: Any) -> Any:
+        if _form(value) == "sources":
+            raise ValueError("weights mean nothing here: every example of the evaluation set counts once")
+        return value
+
+    @property
+    def train_names(self) -> tuple[str, ...]:
+        """The sources of `train`, without their weights."""
+        values = [self.train] if isinstance(self.train, str) else self.train or []
+        return tuple(value if isinstance(value, str) else value.source for value in values)
 
 
 class Schedule(Section):
@@ -68,7 +107,10 @@ class TrainSection(Section):
     """How to train."""
 
     method: Method = "sft"
-    steps: Positive = 100
+    steps: Positive | None = Field(100, description="optimizer steps; null with epochs")
+    epochs: PositiveFloat | None = Field(
+        None, description="in the place of steps: times that the data is gone through, rows after packing"
+    )
     sequence_length: Positive = Field(1024, description="tokens a row")
     batch_per_device: Positive = Field(1, description="rows a device and step")
     gradient_accumulation: Positive = 1
@@ -83,6 +125,28 @@ class TrainSection(Section):
     )
     keep: Positive = Field(2, description="engine checkpoints kept, the best by eval loss beside them")
     seed: Count = 0
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of a run; a SpecError where it has epochs, and nobody has counted the data yet."""
+        if self.steps is None:
+            raise SpecError("train.epochs is not turned into steps yet: the data has not been counted")
+        return self.steps
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_alone(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("epochs") is not None and "steps" not in values:
+            return {**values, "steps": None}
+        return values
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> TrainSection:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs:g}: give one, and null for the other")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("neither steps nor epochs is given")
+        return self
 
 
 class LoraSection(Section):
@@ -214,70 +278,21 @@ def parse(text: str, overrides: tuple[str, ...] = (), where: str = "bridge.yaml"
     values = spec_yaml.read_values(text, where)
     if not isinstance(values, dict):
         raise SpecError(f"{where} must be a mapping with at least model.source")
-    for override in overrides:
-        _override(values, override)
+    spec_yaml.override(values, overrides)
     try:
-        return RunSpec.model_validate(_tuples(values))
+        return RunSpec.model_validate(spec_yaml.typed(values))
     except ValidationError as error:
         # Without the original: its text repeats the values, and a secret may be among them.
-        raise SpecError(f"{where}: {error.error_count()} problem(s)", details=_explain(error)) from None
-
-
-def _override(values: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise SpecError(f"{override!r} is not KEY=VALUE", hint="for example train.steps=5")
-    *parents, last = key.split(".")
-    for parent in parents:
-        inner = values.get(parent)
-        if inner is None:
-            inner = values[parent] = {}
-        if not isinstance(inner, dict):
-            raise SpecError(f"{key}: {parent} has no keys of its own")
-        values = inner
-    values[last] = spec_yaml.read_values(text, key)
-    if isinstance(values[last], str):  # YAML 1.1 reads 1e-5 as text
-        with contextlib.suppress(ValueError):
-            values[last] = float(text)
-
-
-def _tuples(values: Any) -> Any:
-    """YAML lists become tuples where the spec is frozen; YAML 1.1's `1e-5` becomes a number."""
-    if isinstance(values, dict):
-        out = {key: _tuples(value) for key, value in values.items()}
-        for key in ("targets", "xla_flags", "hosts", "ssh_options", "options", "setup"):
-            if isinstance(out.get(key), list):
-                out[key] = tuple(out[key])
-        for key in ("learning_rate", "beta", "lambda_orpo", "alpha", "weight_decay"):
-            if isinstance(out.get(key), str):
-                with contextlib.suppress(ValueError):
-                    out[key] = float(out[key])
-        return out
-    return values
-
-
-def _explain(error: ValidationError) -> list[str]:
-    lines = []
-    for problem in error.errors():
-        location = [part for part in problem["loc"] if part not in ("literal['auto']", "MeshShape")]
-        path = ".".join(map(str, location))
-        if problem["type"] == "extra_forbidden":
-            known = _fields(problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-            text = f"unknown key (did you mean {close[0]}?)" if close else f"unknown key (known: {', '.join(known)})"
-        else:
-            text = problem["msg"].removeprefix("Value error, ")
-            if problem["type"] not in ("missing", "value_error"):
-                text += f", found {problem['input']!r}"
-        lines.append(f"{path}: {text}")
-    return lines
+        problems = spec_yaml.explain(error, _fields, UNION_TAGS)
+        raise SpecError(f"{where}: {len(problems)} problem(s)", details=problems) from None
 
 
 def _fields(location: tuple[int | str, ...]) -> list[str]:
-    section: Any = RunSpec
+    """The keys of the section at a place of a ValidationError."""
+    section: type[Section] = RunSpec
     for part in location:
-        if part == "MeshShape":
-            section = MeshShape
-        elif isinstance(part, str) and part in section.model_fields and part != "mesh":
-            section = section.model_fields[part].annotation
+        inner = section.model_fields[part].annotation if part in section.model_fields else None
+        inner = {"MeshShape": MeshShape, "sources": WeightedSource}.get(str(part), inner)
+        if isinstance(inner, type) and issubclass(inner, Section):
+            section = inner
     return list(section.model_fields)

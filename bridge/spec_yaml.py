@@ -1,13 +1,19 @@
-"""The text of a spec, read with bounds: any bytes give values, or a SpecError that repeats no secret."""
+"""The text of a spec, read with bounds: any bytes give values, or a SpecError that repeats no secret.
+
+Also what lies between values and the model: overrides, types that YAML does not have, problems in words.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from bridge.errors import TOKEN, SpecError
 
@@ -116,3 +122,78 @@ def _check(value: Any, path: str, problems: list[str]) -> None:
         problems.append(f"{path}: a number of {value.bit_length()} bits")
     elif isinstance(value, float) and not math.isfinite(value) and path.partition(".")[0] in ("maxtext", "tunix"):
         problems.append(f"{path}: {value} is no finite number")
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put `KEY=VALUE` settings, such as `train.steps=5`, into the values of a spec.
+
+    `train.steps=5` wins over `epochs` in the file as well, and `train.epochs=2` over `steps`.
+
+    Raises:
+        SpecError: no KEY=VALUE, no YAML, or a key within what is no section.
+    """
+    for setting in overrides:
+        _override(values, setting)
+    overridden, train = {setting.partition("=")[0] for setting in overrides}, values.get("train")
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"train.{key}" in overridden and f"train.{other}" not in overridden and isinstance(train, dict):
+            train[other] = None if train.get(key) is not None else train.get(other)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise SpecError(f"{override!r} is not KEY=VALUE", hint="for example train.steps=5")
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = values.get(parent)
+        if inner is None:
+            inner = values[parent] = {}
+        if not isinstance(inner, dict):
+            raise SpecError(f"{key}: {parent} has no keys of its own")
+        values = inner
+    values[last] = read_values(text, key)
+    if isinstance(values[last], str):  # YAML 1.1 reads 1e-5 as text
+        with contextlib.suppress(ValueError):
+            values[last] = float(text)
+
+
+def typed(values: Any) -> Any:
+    """YAML lists become tuples where the spec is frozen; YAML 1.1's `1e-5` becomes a number."""
+    if isinstance(values, dict):
+        out = {key: typed(value) for key, value in values.items()}
+        for key in ("targets", "xla_flags", "hosts", "ssh_options", "options", "setup"):
+            if isinstance(out.get(key), list):
+                out[key] = tuple(out[key])
+        for key in ("learning_rate", "beta", "lambda_orpo", "alpha", "weight_decay"):
+            if isinstance(out.get(key), str):
+                with contextlib.suppress(ValueError):
+                    out[key] = float(out[key])
+        return out
+    return values
+
+
+def explain(
+    error: ValidationError, known_at: Callable[[tuple[int | str, ...]], list[str]], union_tags: Sequence[str]
+) -> list[str]:
+    """Every problem with its path, and what an unknown key may have meant.
+
+    Args:
+        error: of the model.
+        known_at: the keys of the section at a place.
+        union_tags: parts of a place that are pydantic's own, not the user's.
+    """
+    lines = []
+    for problem in error.errors():
+        location = [part for part in problem["loc"] if part not in union_tags]
+        path = ".".join(map(str, location))
+        if problem["type"] == "extra_forbidden":
+            known = known_at(problem["loc"][:-1])
+            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            text = f"unknown key (did you mean {close[0]}?)" if close else f"unknown key (known: {', '.join(known)})"
+        else:
+            text = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] not in ("missing", "value_error"):
+                text += f", found {problem['input']!r}"
+        lines.append(f"{path}: {text}")
+    return lines

@@ -143,10 +143,10 @@ def _run_section(run: RunSpec, place: Place) -> dict[str, Any]:
         "hardware": place.hardware,
         # bridge's shim joins the processes, with explicit addresses and timeouts.
         "skip_jax_distributed_system": True,
-        "steps": run.train.steps,
+        "steps": run.train.total_steps,
         "checkpoint_period": run.train.save_every,
         "async_checkpointing": True,
-        "log_period": min(10, run.train.steps),
+        "log_period": min(10, run.train.total_steps),
         "enable_goodput_recording": False,
         "monitor_goodput": False,
         "log_config": False,

@@ -125,7 +125,7 @@ def main() -> None:
         model = {build}
         optimizer = runtime.adamw(SETTINGS)
         trainer = runtime.make_trainer(SETTINGS, model, optimizer, RUN_DIR, metrics)
-        runtime.train(SETTINGS, trainer, rows, eval_rows, mesh, metrics)
+        runtime.train(SETTINGS, MODEL, trainer, rows, eval_rows, mesh, metrics)
 
 
 if __name__ == "__main__":
@@ -140,14 +140,19 @@ def _facts(model: ModelSpec) -> dict[str, Any]:
 
 def _sections(run: RunSpec, adapters: bool) -> dict[str, Any]:
     spec = run.model_dump(mode="json")
-    train = spec["train"] | {"weight_dtype": _weights(run, adapters)}
-    sections = {"data": spec["data"], "train": train, "mesh": spec["mesh"]}
+    train = _without(spec["train"], "epochs") | {"steps": run.train.total_steps}
+    train |= {"weight_dtype": _weights(run, adapters)}
+    sections = {"data": _without(spec["data"], "prompts"), "train": train, "mesh": spec["mesh"]}
     if adapters:
         left_out = () if run.train.method == "qlora" else ("tile_size",)
-        sections["lora"] = {key: value for key, value in spec["lora"].items() if key not in left_out}
+        sections["lora"] = _without(spec["lora"], *left_out)
     if run.train.method in ("dpo", "orpo"):
         sections["preference"] = spec["preference"]
     return sections
+
+
+def _without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in names}
 
 
 def _weights(run: RunSpec, adapters: bool) -> str:

@@ -9,8 +9,9 @@ not depend on the number of processes, and batch k of a resumed run is batch k o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +20,18 @@ from bridge.launchers.batches import Batch, maxtext_batch, tunix_batch
 from bridge.launchers.chat import ChatTemplate, encode_chat
 from bridge.launchers.examples import Form, Record, find_form, read_records
 from bridge.launchers.messages import clean_messages, is_text, short
+from bridge.launchers.mixture import Mixture, Share
 from bridge.launchers.preference import Pair, Pairs, encode_pair
 from bridge.launchers.rows import Counts, Examples, Rows
 from bridge.launchers.tokenizer import Encoded, encode_completion, load_tokenizer, require_template
-from bridge.run_spec import RunSpec
+from bridge.run_spec import RunSpec, WeightedSource
 
 __all__ = [
     "Batch",
     "Counts",
     "Encoded",
     "Examples",
+    "Mixture",
     "Pairs",
     "Rows",
     "encode_chat",
@@ -40,6 +43,20 @@ __all__ = [
 PREFERENCE_METHODS = ("dpo", "orpo")
 Split = Literal["train", "eval"]
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sources that are read one after another, their weight in a mixture, and what became of their examples."""
+
+    sources: tuple[str, ...]
+    weight: float | None = None
+    tally: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        """The sources, with commas."""
+        return ", ".join(self.sources)
 
 
 def prepare(
@@ -59,23 +76,67 @@ def prepare(
         SpecError: no data named, unreadable, in no form that is understood, or nothing left to train on.
         AccessError: the hub does not give the data set.
     """
-    sources = run.data.train if split == "train" else run.data.eval
-    if not sources:
+    parts = parts_of(run, split)
+    if not parts:
         raise SpecError(f"data.{split} names no data", hint="a .jsonl or .parquet file, or a hub data set id")
-    records = _watched(read_records(sources, base, run.data.split), progress)
-    tally: Counter[str] = Counter()
     length, seed = run.train.sequence_length, run.train.seed
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    data: Rows | Pairs
+    template = ChatTemplate(tokenizer)
+    records = _Records(base, run.data.split, progress)
+
+    def mixture() -> Mixture | None:
+        for part in parts:
+            if not part.tally["kept"]:
+                raise _nothing_left(part, length)
+        return _mixture(parts, seed)
+
     if run.train.method in PREFERENCE_METHODS:
-        pairs = _kept_pairs(records, run, ChatTemplate(tokenizer), tally)
-        data = Pairs.of(pairs, length, seed, global_rows, pad, lambda: Counts(**tally))
-    else:
-        examples = Examples.of(_kept_examples(records, run, ChatTemplate(tokenizer), tally))
-        data = Rows(examples, length, run.data.packing, seed, global_rows, pad, Counts(**tally))
-    if not tally["kept"]:
-        raise _nothing_left(sources, tally, length)
-    return data
+        pairs = (pair for part in parts for pair in _kept_pairs(records.of(part), run, template, part.tally))
+        return Pairs.of(pairs, length, seed, global_rows, pad, lambda: _counts(parts), mixture)
+    examples = Examples.of(
+        example for part in parts for example in _kept_examples(records.of(part), run, template, part.tally)
+    )
+    return Rows(examples, length, run.data.packing, seed, global_rows, pad, _counts(parts), mixture())
+
+
+def parts_of(run: RunSpec, split: Split) -> tuple[Part, ...]:
+    """A mixture's sources each for itself, other sources as one; none where the spec names none."""
+    if split == "eval":
+        names = (run.data.eval,) if isinstance(run.data.eval, str) else tuple(run.data.eval or ())
+        return (Part(names),) if names else ()
+    value = run.data.train
+    if isinstance(value, list) and any(isinstance(item, WeightedSource) for item in value):
+        return tuple(Part((item.source,), item.weight) for item in value if isinstance(item, WeightedSource))
+    return (Part(run.data.train_names),) if value else ()
+
+
+def _counts(parts: Sequence[Part]) -> Counts:
+    return Counts(**sum((part.tally for part in parts), Counter()))
+
+
+def _mixture(parts: Sequence[Part], seed: int) -> Mixture | None:
+    if parts[0].weight is None:
+        return None
+    shares = (Share(part.name, part.weight or 0.0, part.tally["kept"]) for part in parts)
+    return Mixture(tuple(shares), seed)
+
+
+@dataclass
+class _Records:
+    """Reads the records of parts, and says how many have been read so far."""
+
+    base: Path
+    split: str
+    progress: Progress | None
+    read: int = 0
+
+    def of(self, part: Part) -> Iterator[Record]:
+        """Those of one part."""
+        for record in read_records(part.sources, self.base, self.split):
+            yield record
+            self.read += 1
+            if self.progress:
+                self.progress(self.read)
 
 
 def _kept_examples(
@@ -150,15 +211,8 @@ def _naming(record: Record) -> Iterator[None]:
         raise SpecError(f"{record.where}: {error.message}", details=error.details, hint=error.hint) from error
 
 
-def _watched(records: Iterator[Record], progress: Progress | None) -> Iterator[Record]:
-    for number, record in enumerate(records, 1):
-        yield record
-        if progress:
-            progress(number)
-
-
-def _nothing_left(sources: str | list[str], tally: Counter[str], length: int) -> SpecError:
-    name = sources if isinstance(sources, str) else ", ".join(sources)
+def _nothing_left(part: Part, length: int) -> SpecError:
+    name, tally = part.name, part.tally
     if not tally["read"]:
         return SpecError(f"{name} has no examples")
     return SpecError(

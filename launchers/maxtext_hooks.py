@@ -15,7 +15,7 @@ import numpy as np
 from bridge.launchers.batches import maxtext_batch
 from bridge.launchers.data import Rows
 from bridge.launchers.metrics import MetricsLog
-from bridge.launchers.progress import StepClock, say
+from bridge.launchers.progress import StepClock, learning_rates, say
 
 
 def data_hooks(train_rows: Any, eval_rows: Any) -> type[Any]:
@@ -71,6 +71,10 @@ def training_hooks(base: type[Any], metrics: MetricsLog, clock: StepClock) -> ty
     class BridgeTrainingHooks(base):  # type: ignore[misc]
         """One line a step."""
 
+        def __init__(self, config: Any, mesh: Any, learning_rate_schedule: Any, goodput_recorder: Any) -> None:
+            super().__init__(config, mesh, learning_rate_schedule, goodput_recorder)
+            self._learning_rates = learning_rates(learning_rate_schedule, config.steps)
+
         def on_train_step_start(self, train_ctx: Any) -> None:
             clock.begin(train_ctx.train_steps + 1)
             super().on_train_step_start(train_ctx)
@@ -82,7 +86,8 @@ def training_hooks(base: type[Any], metrics: MetricsLog, clock: StepClock) -> ty
         def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float, step_time: float = 0.0) -> None:
             super().on_train_step_end(train_ctx, train_step, train_loss, step_time)
             loss = float(np.asarray(train_loss))
-            metrics.train(train_step, loss, **clock.report(train_step, loss))
+            measured = clock.report(train_step, loss, metrics.last_eval)
+            metrics.train(train_step, loss, **measured, learning_rate=self._learning_rates[train_step - 1])
 
         def on_eval_step_start(self, train_ctx: Any) -> None:
             clock.end(train_ctx.train_steps)

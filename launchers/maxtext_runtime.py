@@ -16,7 +16,7 @@ from bridge.launchers import data
 from bridge.launchers.keep import checkpoint_options
 from bridge.launchers.maxtext_hooks import data_hooks, training_hooks
 from bridge.launchers.metrics import MetricsLog
-from bridge.launchers.progress import StepClock, say
+from bridge.launchers.progress import clock_of, say
 from bridge.launchers.run_file import RunFile
 
 
@@ -51,10 +51,11 @@ def train(run_dir: Path, run_file: RunFile) -> None:
     metrics = MetricsLog(run_dir, writes=jax.process_index() == 0)
     _install(trainers, run_file, train_rows, eval_rows, metrics)
     devices, length = jax.device_count(), run.train.sequence_length
-    say(f"training {run.train.steps} steps of {rows} x {length} tokens on {devices} device(s)")
+    steps = run.train.total_steps
+    say(f"training {steps} steps of {rows} x {length} tokens on {devices} device(s)")
     trainer, _ = trainers.train(config)
-    if trainer.train_steps < run.train.steps:
-        raise LaunchError(f"trained {trainer.train_steps} of {run.train.steps} steps")
+    if trainer.train_steps < steps:
+        raise LaunchError(f"trained {trainer.train_steps} of {steps} steps")
 
 
 def _trainers(method: str) -> Any:
@@ -130,8 +131,7 @@ def _install(trainers: Any, run_file: RunFile, train_rows: Any, eval_rows: Any, 
             made.gradient_accumulation_steps = None
         return made
 
-    tokens = train_rows.global_rows * run.train.sequence_length * run.train.gradient_accumulation
-    clock = StepClock(run.train.steps, tokens)
+    clock = clock_of(run, run_file.model, train_rows, run.train.method in ("lora", "qlora"))
     trainers.get_tunix_config = tunix_config
     kind = "DPO" if run.train.method in ("dpo", "orpo") else "SFT"
     reporting = training_hooks(getattr(trainers.hooks, f"{kind}TrainingHooks"), metrics, clock)

@@ -20,6 +20,11 @@ class MetricsLog:
         self.writes = writes
         self.eval_losses = {entry["step"]: entry["eval_loss"] for entry in read(run_dir) if "eval_loss" in entry}
 
+    @property
+    def last_eval(self) -> float | None:
+        """The newest eval loss."""
+        return self.eval_losses[max(self.eval_losses)] if self.eval_losses else None
+
     def train(self, step: int, loss: float, **measured: float) -> None:
         """Record a finished step: its number from 1 on, its loss, and what else was measured."""
         self._append({"step": step, "loss": loss, **measured})

@@ -15,7 +15,8 @@ from bridge.errors import SpecError
 from bridge.launchers.batches import Ints, process_rows
 from bridge.launchers.chat import ChatTemplate
 from bridge.launchers.messages import ASSISTANT, Message, clean_messages, is_text, short
-from bridge.launchers.rows import Collector, Counts, Examples, Indices, Order
+from bridge.launchers.mixture import Indices, Mixture
+from bridge.launchers.rows import Collector, Counts, Examples, Order
 from bridge.launchers.tokenizer import Encoded, encode_completion
 
 WIDTH_STEP = 64
@@ -126,10 +127,12 @@ class Pairs:
     global_rows: int
     pad: int = 0
     counts: Counts = field(default_factory=Counts)
+    mixture: Mixture | None = None
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_order", Order(self.prompts.lengths, self.sequence_length, False, self.seed))
+        order = Order(self.prompts.lengths, self.sequence_length, False, self.seed, self.mixture)
+        object.__setattr__(self, "_order", order)
 
     @staticmethod
     def of(
@@ -139,15 +142,16 @@ class Pairs:
         global_rows: int,
         pad: int,
         counts: Callable[[], Counts] = Counts,
+        mixture: Callable[[], Mixture | None] = lambda: None,
     ) -> Pairs:
-        """Collect pairs; `counts` is called when all are read."""
+        """Collect pairs; `counts` and `mixture` are called when all are read."""
         prompts, chosen, rejected = Collector(), Collector(), Collector()
         for pair in pairs:
             prompts.append(pair.prompt)
             chosen.append(pair.chosen)
             rejected.append(pair.rejected)
         parts = (prompts.examples(), chosen.examples(), rejected.examples())
-        return Pairs(*parts, sequence_length, seed, global_rows, pad, counts())
+        return Pairs(*parts, sequence_length, seed, global_rows, pad, counts(), mixture())
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -156,6 +160,20 @@ class Pairs:
     def rows_per_epoch(self) -> int:
         """Pairs."""
         return len(self)
+
+    @property
+    def row_length(self) -> int:
+        """Positions of a prompt with an answer, as the model is given them."""
+        return self.prompt_width + self.answer_width
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Positions of a micro step that the model computes: both answers, each after the prompt, with padding."""
+        return 2 * self.global_rows * self.row_length
+
+    def rows_of(self, epochs: float) -> int:
+        """Pairs of so many epochs, as `Order.rows_of`."""
+        return self._order.rows_of(epochs)
 
     @property
     def prompt_width(self) -> int:

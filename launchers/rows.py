@@ -6,16 +6,16 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from threading import RLock
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bridge.launchers.batches import Batch, Bools, Ints, process_rows
+from bridge.launchers.mixture import Indices, Mixture
 from bridge.launchers.tokenizer import Encoded
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,16 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless sequence of rows over the epochs, each newly shuffled and laid out."""
+    """The endless sequence of rows over the epochs, each newly shuffled and laid out.
+
+    An epoch has as many examples as there are: each once, or each source's share of a mixture.
+    """
 
     lengths: Indices
     sequence_length: int
     packing: bool
     seed: int
+    mixture: Mixture | None = None
     _layouts: dict[int, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _starts: list[int] = field(default_factory=lambda: [0], init=False, repr=False, compare=False)
     _lock: Any = field(default_factory=RLock, init=False, repr=False, compare=False)  # engines read ahead in threads
@@ -146,9 +150,17 @@ class Order:
         if epoch not in self._layouts:
             while len(self._layouts) > 1:  # a batch spans two epochs at most, unless the data set is tiny
                 del self._layouts[min(self._layouts)]
-            order = shuffled(len(self.lengths), self.seed, epoch)
+            mixture = self.mixture
+            order = mixture.order(epoch) if mixture else shuffled(len(self.lengths), self.seed, epoch)
             self._layouts[epoch] = lay_out(order, self.lengths, self.sequence_length, self.packing)
         return self._layouts[epoch]
+
+    def rows_of(self, epochs: float) -> int:
+        """Rows of so many epochs, from the first; of a part of one, the rows rounded up."""
+        whole, part = divmod(Fraction(str(epochs)), 1)
+        with self._lock:
+            rows = len(self.lengths) * whole if not self.packing else sum(len(self.layout(e)) for e in range(whole))
+            return rows + (ceil(part * len(self.layout(whole))) if part else 0)
 
     def examples_of(self, row: int) -> Indices:
         """The examples of a row, counted from the beginning of the first epoch."""
@@ -177,16 +189,31 @@ class Rows:
     global_rows: int
     pad: int = 0
     counts: Counts = field(default_factory=Counts)
+    mixture: Mixture | None = None
     _order: Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        order = Order(self.examples.lengths, self.sequence_length, self.packing, self.seed)
+        order = Order(self.examples.lengths, self.sequence_length, self.packing, self.seed, self.mixture)
         object.__setattr__(self, "_order", order)
 
     @property
     def rows_per_epoch(self) -> int:
         """Rows of the first epoch; with packing, later ones may differ by a few."""
         return len(self._order.layout(0))
+
+    @property
+    def row_length(self) -> int:
+        """Positions of a row, as the model is given it."""
+        return self.sequence_length
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Positions of a micro step that the model computes, over all processes, padding among them."""
+        return self.global_rows * self.row_length
+
+    def rows_of(self, epochs: float) -> int:
+        """As `Order.rows_of`."""
+        return self._order.rows_of(epochs)
 
     def batch(self, step: int, process_index: int = 0, process_count: int = 1) -> Batch:
         """One process's rows of micro step `step`, from 0: `(global_rows / process_count, sequence_length)`.

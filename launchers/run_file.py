@@ -28,6 +28,8 @@ class RunFile:
     frequencies: tuple[float, ...]
     tokenizer: str
     checkpoint: str
+    epochs: float | None = None
+    """What the user asked for in the place of steps, which `spec` has already."""
 
     def write(self, run_dir: Path) -> None:
         """Write `run.json`."""
@@ -40,6 +42,7 @@ class RunFile:
             "frequencies": list(self.frequencies),
             "tokenizer": self.tokenizer,
             "checkpoint": self.checkpoint,
+            "epochs": self.epochs,
         }
         (run_dir / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -61,6 +64,7 @@ class RunFile:
                 frequencies=tuple(values["frequencies"]),
                 tokenizer=values["tokenizer"],
                 checkpoint=values["checkpoint"],
+                epochs=values.get("epochs"),
             )
         except (KeyError, ValueError) as error:
             raise LaunchError(f"{run_dir / FILE} is damaged: {error}") from error

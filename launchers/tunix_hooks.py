@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,8 +84,8 @@ def eval_weights(rows: Rows) -> tuple[np.float32, ...]:
 class Watch:
     """Tunix's training hooks: `metrics.jsonl`, one line a step, and an end to a run whose loss is not a number."""
 
-    def __init__(self, metrics: MetricsLog, clock: StepClock) -> None:
-        self._metrics, self._clock = metrics, clock
+    def __init__(self, metrics: MetricsLog, clock: StepClock, learning_rates: Sequence[float]) -> None:
+        self._metrics, self._clock, self._learning_rates = metrics, clock, learning_rates
         self._eval_batches = 0
 
     def on_train_start(self, trainer: Any) -> None:
@@ -105,12 +105,14 @@ class Watch:
         Raises:
             LaunchError: the loss is not a finite number.
         """
+        del trainer
         value = float(np.asarray(loss))
         if not math.isfinite(value):
             hint = "lower train.learning_rate, or look at the data"
             raise LaunchError(f"the loss of step {step} is {value}", hint=hint)
-        measured = self._clock.report(step, value)
-        self._metrics.train(step, value, **measured, **_learning_rate(trainer))
+        measured = self._clock.report(step, value, self._metrics.last_eval)
+        # Of the schedule: the optimizer's own number is that of the next step by now.
+        self._metrics.train(step, value, **measured, learning_rate=self._learning_rates[step - 1])
 
     def on_eval_step_start(self, trainer: Any) -> None:
         """Count a batch; what follows is no training."""
@@ -123,8 +125,3 @@ class Watch:
         self._eval_batches = 0
         self._metrics.eval(trainer.train_steps, value)
         say(f"step {trainer.train_steps}  eval loss {value:.4f}")
-
-
-def _learning_rate(trainer: Any) -> dict[str, float]:
-    rate = trainer._try_get_learning_rate()
-    return {} if rate is None else {"learning_rate": float(np.asarray(rate))}

@@ -19,7 +19,7 @@ from bridge.errors import BridgeError, LaunchError, SpecError, UnsupportedError
 from bridge.launchers import data, tunix_adapters, tunix_dropout, tunix_loss
 from bridge.launchers.keep import checkpoint_options
 from bridge.launchers.metrics import MetricsLog
-from bridge.launchers.progress import StepClock
+from bridge.launchers.progress import clock_of, learning_rates
 from bridge.launchers.tunix_hooks import Feed, Watch, say
 from bridge.model_spec import ModelSpec, RopeScaling
 from bridge.run_spec import RunSpec
@@ -176,11 +176,14 @@ def schedule(run: RunSpec) -> Any:
     """Learning rate of optimizer step k (from 0): a line up from 0, then a cosine to the final fraction, or level."""
     import optax
 
-    peak, shape, steps = run.train.learning_rate, run.train.schedule, run.train.steps
+    peak, shape, steps = run.train.learning_rate, run.train.schedule, run.train.total_steps
     warmup = int(steps * shape.warmup)
     after = optax.constant_schedule(peak)
     if shape.kind == "cosine" and steps > warmup:
-        after = optax.cosine_decay_schedule(peak, steps - warmup, alpha=shape.final)
+        # MaxText's cosine: the last step has the final rate. A single step is at once the last.
+        falling = steps - warmup - 1
+        last = optax.constant_schedule(peak * shape.final)
+        after = optax.cosine_decay_schedule(peak, falling, alpha=shape.final) if falling else last
     if not warmup:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
@@ -198,8 +201,8 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
     root = absolute(run_dir)
     board = str(root / "tensorboard")
     common: dict[str, Any] = {
-        "max_steps": run.train.steps,
-        "eval_every_n_steps": run.train.eval_every or run.train.steps,
+        "max_steps": run.train.total_steps,
+        "eval_every_n_steps": run.train.eval_every or run.train.total_steps,
         "gradient_accumulation_steps": run.train.gradient_accumulation if run.train.gradient_accumulation > 1 else None,
         "checkpoint_root_directory": str(root / "checkpoints"),
         "checkpointing_options": checkpoint_options(run.train.save_every, run.train.keep, metrics),
@@ -231,22 +234,24 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
     return tunix_dropout.only_in_training(trainer.with_gen_model_input_fn(tunix_loss.row_inputs))
 
 
-def train(run: RunSpec, trainer: Any, rows: Any, eval_rows: Any, jax_mesh: Any, metrics: MetricsLog) -> None:
+def train(
+    run: RunSpec, model: ModelSpec, trainer: Any, rows: Any, eval_rows: Any, jax_mesh: Any, metrics: MetricsLog
+) -> None:
     """Train to the last step, from where the run's newest checkpoint stands.
 
     Raises:
         LaunchError: fewer steps than asked were trained, or the loss is not a number.
     """
-    accumulation = run.train.gradient_accumulation
-    clock = StepClock(run.train.steps, rows.global_rows * run.train.sequence_length * accumulation)
-    trainer.with_data_hooks(Feed(rows, eval_rows, jax_mesh, run.train.steps))
-    trainer.with_training_hooks(Watch(metrics, clock))
+    steps = run.train.total_steps
+    clock = clock_of(run, model, rows, trainer._lora_enabled)
+    trainer.with_data_hooks(Feed(rows, eval_rows, jax_mesh, steps))
+    trainer.with_training_hooks(Watch(metrics, clock, learning_rates(schedule(run), steps)))
     if trainer.train_steps:
         say(f"resumed after step {trainer.train_steps}")
-    say(f"training {run.train.steps} steps of {rows.global_rows * accumulation} rows")
+    say(f"training {steps} steps of {rows.global_rows * run.train.gradient_accumulation} rows")
     trainer.train((), ("eval",) if eval_rows is not None else None)
-    if trainer.train_steps < run.train.steps:
-        raise LaunchError(f"trained {trainer.train_steps} of {run.train.steps} steps")
+    if trainer.train_steps < steps:
+        raise LaunchError(f"trained {trainer.train_steps} of {steps} steps")
     say(f"trained {trainer.train_steps} steps")
 
 

@@ -47,7 +47,8 @@ def curve(steps: int, start: float = 7.0, rate: float = 2e-5, every: int = 10) -
         loss = start * math.exp(-step / steps) + 0.2 * math.sin(step)
         seconds = 9.0 if step == 1 else 0.5 + 0.01 * (step % 7)
         warm = rate * min(1, step / (0.1 * steps))
-        measured = {"step_time": seconds, "tokens_per_second": 1024 / seconds, "learning_rate": warm}
+        measured = {"step_time": seconds, "tokens_per_second": 1024 / seconds, "mfu": 0.2 / seconds}
+        measured["learning_rate"] = warm
         entries.append({"step": step, "loss": loss, **measured, "time": 1000.0 + 9 + 0.5 * step})
         if step % every == 0:
             entries.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bridge.commands import common
+from bridge.commands import common, epochs, placing
+from bridge.commands.prepared import hardware_of
 from bridge.commands.workspace import Workspace
+from bridge.errors import LaunchError
+from bridge.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,10 +40,13 @@ def command(spec: Path | None, show: int, as_json: bool) -> None:
 
     workspace = Workspace.open(spec)
     tokenizer = load_tokenizer(workspace.tokenizer_folder())
+    devices = _devices(workspace)
     report: dict[str, Any] = {}
     for split in ("train", "eval") if workspace.run.data.eval else ("train",):
         prepared = prepare(workspace.run, workspace.base, tokenizer, split, 1, partial(_progress, split))
         summary = _summary(prepared)
+        if split == "train":
+            summary |= _length(prepared, workspace.run, devices)
         shown = list(_examples(prepared, show))
         if as_json:
             report[split] = {**summary, "examples": [_as_json(parts, tokenizer) for parts in shown]}
@@ -47,6 +54,27 @@ def command(spec: Path | None, show: int, as_json: bool) -> None:
             _print(split, summary, shown, tokenizer)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
+
+
+def _devices(workspace: Workspace) -> int | None:
+    """Devices of all processes; None where this host cannot say."""
+    run = workspace.run
+    hardware = hardware_of(run)
+    try:
+        cluster = placing.cluster_of(workspace, run, "data", hardware, os.environ)
+        return placing.total_devices(run, cluster, hardware, os.environ)
+    except LaunchError:
+        return None
+
+
+def _length(prepared: Rows | Pairs, run: RunSpec, devices: int | None) -> dict[str, Any]:
+    """Steps and epochs of the run; of unknown devices, only the rows of its epochs."""
+    if devices is not None:
+        length = epochs.count(run, prepared, devices)
+        found = {"steps": length.steps, "epochs": length.epochs, "rows_in_epochs": length.rows}
+        return found | {"rows_a_step": length.rows_a_step, "devices": devices}
+    asked = run.train.epochs
+    return {} if asked is None else {"epochs": asked, "rows_in_epochs": prepared.rows_of(asked)}
 
 
 def _progress(split: str, read: int) -> None:
@@ -61,12 +89,15 @@ def _summary(prepared: Rows | Pairs) -> dict[str, Any]:
         parts = [prepared.examples]
     else:
         parts = [prepared.prompts, prepared.chosen, prepared.rejected]
+    mixture = prepared.mixture
+    shares = zip(mixture.shares, mixture.quotas, strict=True) if mixture else ()
     return {
         "counts": asdict(prepared.counts),
         "tokens": sum(len(part.ids) for part in parts),
         "trained_tokens": sum(int(part.loss.sum()) for part in parts),
         "rows": prepared.rows_per_epoch,
         "sequence_length": prepared.sequence_length,
+        **({"sources": [asdict(share) | {"in_an_epoch": quota} for share, quota in shares]} if mixture else {}),
     }
 
 
@@ -115,6 +146,28 @@ def _print(split: str, summary: dict[str, Any], shown: list[dict[str, Encoded]],
             f"{summary['rows']} rows of {summary['sequence_length']}"
         )
     )
+    for line in _run_lines(summary):
+        console.print(Text(f"{split}: {line}"))
+
+
+def _run_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """The sources of a mixture, and how long the run is."""
+    for source in summary.get("sources", ()):
+        times = source["in_an_epoch"] / source["examples"]
+        yield (
+            f"{source['name']}, weight {source['weight']:g}: {source['in_an_epoch']} examples an epoch, "
+            f"each of its {source['examples']} {times:.2f} times"
+        )
+    if "steps" in summary:
+        yield (
+            f"{summary['steps']:,} steps of {summary['rows_a_step']} rows on {summary['devices']} device(s) "
+            f"are {summary['epochs']:.4g} epochs"
+        )
+    elif "epochs" in summary:
+        yield (
+            f"{summary['epochs']:g} epochs are {summary['rows_in_epochs']:,} rows; "
+            "how many steps depends on the devices (cluster.devices)"
+        )
 
 
 def _marked(part: Encoded, tokenizer: Any) -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,15 @@ import click
 
 from bridge import engine_fixes, sidecar
 from bridge.commands import adapter as adapters
-from bridge.commands import common, placing, running
+from bridge.commands import common, epochs, placing, running
 from bridge.commands.prepared import Prepared, prepare, require_converted
 from bridge.commands.report import write_run_report
+from bridge.commands.step_lines import StepLines
 from bridge.commands.workspace import Workspace, finished_steps
-from bridge.errors import LaunchError, OutputError, SpecError
+from bridge.errors import BridgeError, LaunchError, OutputError, SpecError
 from bridge.launchers.plan import DEVICE_COUNT_FLAG, Launch
 from bridge.run_spec import METHODS
 
-# Adam's two moments beside the weights, all in float32 for full training.
-FULL_STATE_COPIES = 3
 LAUNCHERS = ("local", "ssh", "slurm", "jobset")
 
 
@@ -117,15 +115,15 @@ def show(prepared: Prepared, plan: tuple[Launch, ...]) -> None:
 
 
 def check_disk(prepared: Prepared) -> None:
-    """Compare the free space with what the checkpoints of the run need.
+    """Compare the free space with what the checkpoints of the run need, and say both.
 
     Raises:
         OutputError: the disk is too small.
     """
     train = prepared.run.train
     # One more than is kept: the new one is written before an old one goes; and the best stays beside them.
-    kept = min(train.keep + 2, -(-train.steps // train.save_every) + 1)
-    needed = prepared.model.parameters * 4 * FULL_STATE_COPIES * kept if train.method == "sft" else 0
+    kept = min(train.keep + 2, -(-train.total_steps // train.save_every) + 1)
+    needed = checkpoint_bytes(prepared) * kept
     parent = prepared.run_dir.parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
@@ -134,8 +132,18 @@ def check_disk(prepared: Prepared) -> None:
             f"the run's {kept} checkpoints need {common.gigabytes(needed)}, {parent} has {common.gigabytes(free)} free",
             hint="lower train.keep, raise train.save_every, or set workdir to a larger disk",
         )
-    if needed:
-        common.say(f"disk: up to {common.gigabytes(needed)} for {kept} checkpoints, {common.gigabytes(free)} free")
+    common.say(f"disk: up to {common.gigabytes(needed)} for {kept} checkpoints, {common.gigabytes(free)} free")
+
+
+def checkpoint_bytes(prepared: Prepared) -> int:
+    """Bytes of one training checkpoint: what is trained, and Adam's two moments of it."""
+    from bridge import memory
+    from bridge.configs import tunix
+
+    run = prepared.run
+    if run.train.method in ("lora", "qlora") or (prepared.engine == "tunix" and tunix.uses_adapters(run)):
+        return 3 * 4 * memory.adapter_parameters(prepared.model, run)
+    return 3 * (2 if run.train.weight_dtype == "bfloat16" else 4) * prepared.model.parameters
 
 
 def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
@@ -153,6 +161,7 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
     if resume and not exists:
         raise LaunchError(f"there is no run {run_dir.name} to resume in {run_dir.parent}")
     if resume:
+        epochs.check_resumed(run_dir, prepared.length)
         done = finished_steps(run_dir / "checkpoints")
         common.say(f"resuming {run_dir.name} at step {done[-1] if done else 0} of {prepared.run.train.steps}")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -169,8 +178,11 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
         frequencies=prepared.frequencies,
         tokenizer=str(tokenizer),
         checkpoint=str(prepared.converted / "0"),
+        epochs=prepared.length.epochs if prepared.length else None,
     ).write(run_dir)
     sidecar.copy_side_files(prepared.converted / sidecar.HF, run_dir / sidecar.HF)
+    if prepared.run.model.tokenizer:
+        sidecar.replace_tokenizer(Path(tokenizer), run_dir / sidecar.HF)
     sidecar.Sidecar(
         engine=prepared.engine,
         model=facts.model,
@@ -186,40 +198,36 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
 
 def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
     """Run the processes, show their progress, and say where the results lie."""
-    run_dir = prepared.run_dir
+    run_dir, total = prepared.run_dir, prepared.run.train.total_steps
+    if prepared.length is not None:
+        common.say(str(prepared.length))
     common.say(f"{prepared.engine} {prepared.run.train.method}: log in {os.path.relpath(run_dir / running.LOGS)}")
+    common.say(f"while it runs: tensorboard --logdir {os.path.relpath(run_dir / 'tensorboard')}")
     start = time.monotonic()
-    running.execute(prepared, plan, StepLines(prepared.run.train.steps, verbose).show, verbose)
+    running.execute(prepared, plan, StepLines(total, verbose).show, verbose)
     if not prepared.placed.first:
         return
     steps = finished_steps(run_dir / "checkpoints")
-    if prepared.run.train.steps not in steps:
-        raise LaunchError(
-            f"the run ended without a checkpoint of step {prepared.run.train.steps}", details=[f"steps: {steps}"]
-        )
-    common.say(f"trained {prepared.run.train.steps} steps in {time.monotonic() - start:.0f} s; checkpoints: {steps}")
+    if total not in steps:
+        raise LaunchError(f"the run ended without a checkpoint of step {total}", details=[f"steps: {steps}"])
+    common.say(f"trained {total} steps in {time.monotonic() - start:.0f} s; checkpoints: {steps}")
+    ask(prepared)
     page = write_run_report(run_dir)
     common.say(f"curves: {os.path.relpath(page)}, or tensorboard --logdir {os.path.relpath(run_dir / 'tensorboard')}")
 
 
-class StepLines:
-    """Shows each line on a terminal in place; elsewhere about twenty step lines a run, and every other line."""
+def ask(prepared: Prepared) -> None:
+    """Before and after answers, where the spec asks for them: they cost a forward pass a token on the CPU.
 
-    def __init__(self, steps: int, verbose: bool) -> None:
-        self._every = 1 if verbose else max(1, steps // 20)
-        self._terminal = sys.stderr.isatty() and not verbose
-        self._open = False
+    A run that is trained is not lost for want of an answer: what goes wrong is said.
+    """
+    again = f"bridge report {os.path.relpath(prepared.run_dir)} --answers"
+    if not prepared.run.data.prompts:
+        common.say(f"before and after answers: {again}")
+        return
+    from bridge.commands.answers import write_answers
 
-    def show(self, line: str) -> None:
-        """Show a line of the engine's process."""
-        text = line.partition("] ")[2] if line.startswith("[") else line
-        counted = text.startswith("step ") and "/" in text.split()[1]
-        if self._terminal:
-            click.echo(("\r\033[K" if self._open else "") + line, err=True, nl=not counted)
-            self._open = counted
-            return
-        if counted:
-            step, total = text.split()[1].split("/")
-            if int(step) % self._every and step not in ("1", total):
-                return
-        common.say(line)
+    try:
+        write_answers(prepared.run_dir)
+    except BridgeError as error:
+        common.say(f"no answers: {error}\n  later: {again}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge import mesh, rope, sidecar
-from bridge.commands import placing
+from bridge.commands import common, epochs, placing
 from bridge.commands.placing import Placed
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError, SpecError
@@ -33,6 +33,8 @@ class Prepared:
     text: str
     frequencies: tuple[float, ...]
     placed: Placed
+    length: epochs.Length | None = None
+    """How the run's steps follow from its epochs, where the spec has epochs."""
 
     @property
     def program(self) -> str:
@@ -44,8 +46,9 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     """Resolve a run from the spec; nothing is written.
 
     Raises:
-        SpecError, UnsupportedError: the spec does not fit the engine or the devices.
+        SpecError, UnsupportedError: the spec does not fit the engine or the devices; of epochs, the data is not sound.
         LaunchError: the settings and this host's environment make no cluster.
+        AccessError: of epochs, the data to count is not to be had.
     """
     run = workspace.run
     if method is not None and method != run.train.method:
@@ -66,9 +69,12 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     placed = Placed(cluster, placing.site_of(run, cluster, run_dir, hardware, total, os.environ))
     shape = mesh.resolve(run.mesh, total)
     mesh.check(shape, model)
+    run, length = epochs.resolve(workspace, run, total, converted, common.say)
     tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(converted / sidecar.HF)
     text = render(engine, run, model, shape, hardware, frequencies, run_dir, converted, tokenizer, facts, workspace)
-    return Prepared(workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies, placed)
+    return Prepared(
+        workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies, placed, length
+    )
 
 
 def keeping_the_base(run: RunSpec, engine: str, source: str) -> RunSpec:
@@ -107,7 +113,7 @@ def render(
             tokenizer=tokenizer,
             scanned=facts.scanned if facts else True,
             hardware=hardware,
-            train_files=workspace.data_files(run.data.train),
+            train_files=workspace.data_files(list(run.data.train_names)),
         )
         return maxtext.render(run, model, shape, place)
     from bridge.configs import tunix

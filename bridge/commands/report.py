@@ -23,18 +23,29 @@ LEFT_OUT = ("model.tokenizer", "workdir")
 
 @click.command(
     epilog=common.examples(
-        "bridge report runs/maxtext-sft", "bridge report runs/maxtext-sft runs/tunix-lora --out reports/both.html"
+        "bridge report runs/maxtext-sft --answers",
+        "bridge report runs/maxtext-sft runs/tunix-lora --out reports/both.html",
     )
 )
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: reports/<run>.html beside runs/."
 )
-def command(runs: tuple[Path, ...], out: Path | None) -> None:
-    """Write an HTML page of one run, or of several side by side: curves, outcomes, settings that differ.
+@click.option(
+    "--answers", "ask", is_flag=True, help="Ask base and trained model first: data.prompts, or the data's first three."
+)
+def command(runs: tuple[Path, ...], out: Path | None, ask: bool) -> None:
+    """Write an HTML page of one run, or of several side by side: curves, outcomes, settings that differ, answers.
 
-    The page is one file, with nothing to load.
+    The page is one file, with nothing to load. Answers before and after training are shown where they were asked for:
+    the engine's own model gives them, greedily, in float32 on the CPU.
     """
+    if ask:
+        from bridge.commands.answers import write_answers
+
+        for folder in runs:
+            require_run(folder)
+            write_answers(folder.absolute())
     found = unique_names([read_run(folder) for folder in runs], runs)
     out = out or default_out(runs)
     write_page(out, pages.runs_page(found))
@@ -79,15 +90,11 @@ def read_run(folder: Path) -> Run:
         CheckpointError: it is no run, or damaged.
     """
     from bridge.launchers import metrics
-    from bridge.launchers.run_file import FILE
 
-    if not (folder / FILE).is_file():
-        raise CheckpointError(f"{folder} is no run: it has no {FILE}", hint="runs lie in runs/<engine>-<method>")
-    values = read_json(folder / FILE)
+    values = read_json(require_run(folder))
     facts = sidecar.read(folder)
     entries = list(metrics.read(folder))
     times = [entry["time"] for entry in entries if isinstance(entry.get("time"), int | float)]
-    rates = [rate for _, rate in points(entries, "tokens_per_second")][1:]
     spec = values.get("spec")
     return Run(
         name=folder.resolve().name,
@@ -97,10 +104,24 @@ def read_run(folder: Path) -> Run:
         eval_loss=points(entries, "eval_loss"),
         learning_rate=points(entries, "learning_rate"),
         step_time=points(entries, "step_time"),
+        tokens_per_second=points(entries, "tokens_per_second"),
+        mfu=points(entries, "mfu"),
         seconds=max(times) - min(times) if times else None,
-        tokens_per_second=sorted(rates)[len(rates) // 2] if rates else None,
         answers=answers(folder / ANSWERS),
     )
+
+
+def require_run(folder: Path) -> Path:
+    """The file that makes a folder a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from bridge.launchers.run_file import FILE
+
+    if not (folder / FILE).is_file():
+        raise CheckpointError(f"{folder} is no run: it has no {FILE}", hint="runs lie in runs/<engine>-<method>")
+    return folder / FILE
 
 
 def points(entries: Iterable[Mapping[str, Any]], key: str) -> tuple[tuple[float, float], ...]:
@@ -112,7 +133,7 @@ def points(entries: Iterable[Mapping[str, Any]], key: str) -> tuple[tuple[float,
 def facts_of(values: Mapping[str, Any], facts: sidecar.Sidecar | None) -> dict[str, Any]:
     """Where a run comes from and what it ran on."""
     model = values.get("model")
-    found: dict[str, Any] = {"engine": values.get("engine")}
+    found: dict[str, Any] = {"engine": values.get("engine"), "epochs": values.get("epochs")}
     if facts is not None:
         found |= {"method": facts.method, "base": facts.source.get("origin"), "revision": facts.source.get("revision")}
         found |= {"parameters": f"{facts.model.parameters:,}"}

@@ -62,9 +62,12 @@ def test_one_run(two_runs: list[Path]) -> None:
     assert rows["time"] == ["0:00:30"]
     assert rows["train.steps"] == ["40"]
     assert rows["version of maxtext"] == ["1.2.3"]
-    assert [heading.text for heading in root.iter("h2")] == ["Loss", "Learning rate", "Step time"]
+    charts = ["Loss", "Learning rate", "Step time", "Tokens per second", "Model FLOP utilisation"]
+    assert [heading.text for heading in root.iter("h2")] == charts
     lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
-    assert [len(points) for points in lines] == [40, 5, 40, 40]
+    assert [len(points) for points in lines] == [40, 5, 40, 40, 40, 40]
+    assert rows["tokens a second"] == [f"{1024 / 0.53:.4g} (median)"]
+    assert rows["model FLOP utilisation"] == [f"{0.2 / 0.53:.4g} (median)"]
 
 
 def test_two_runs_side_by_side(two_runs: list[Path], tmp_path: Path) -> None:

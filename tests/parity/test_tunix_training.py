@@ -226,6 +226,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     from bridge.launchers.metrics import MetricsLog
     from bridge.launchers.progress import StepClock
 
-    watch = tunix_hooks.Watch(MetricsLog(tmp_path), StepClock(2, 1))
+    watch = tunix_hooks.Watch(MetricsLog(tmp_path), StepClock(2, 1), [0.0])
     with pytest.raises(LaunchError, match="the loss of step 1 is nan"):
         watch.on_train_step_end(None, 1, np.float32("nan"))

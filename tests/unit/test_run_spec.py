@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bridge.errors import SpecError
-from bridge.run_spec import MeshShape, RunSpec, load, parse
+from bridge.run_spec import MeshShape, RunSpec, WeightedSource, load, parse
 
 SOURCE = "model: {source: some/model}\n"
 CONTRACT = Path(__file__).resolve().parents[2] / "configs" / "presets"
@@ -67,6 +67,15 @@ def test_the_source_must_be_named() -> None:
         ("data: {packing: 1}", "data.packing: Input should be a valid boolean, found 1"),
         ("engine: megatron", "engine: Input should be 'maxtext' or 'tunix', found 'megatron'"),
         ("lora: {targets: [q, w]}", "lora.targets.1: Input should be 'q', 'k', 'v', 'o', 'gate', 'up' or 'down'"),
+        ("data: {train: 3}", "data.train: Input should be a valid string, found 3"),
+        ("data: {train: [a, 3]}", "data.train.1: Input should be a valid string, found 3"),
+        ("data: {train: [{source: a, wieght: 3}]}", "data.train.0.wieght: unknown key (did you mean weight?)"),
+        ("data: {train: [{source: a, weight: 0}]}", "data.train.0.weight: Input should be greater than 0, found 0"),
+        ("data: {train: [{source: a}, b]}", "data.train.1: Input should be a valid dictionary or instance of Weighted"),
+        ("data: {eval: [{source: a}]}", "data.eval: weights mean nothing here"),
+        ("train: {epochs: 2, steps: 5}", "train: steps 5 and epochs 2: give one, and null for the other"),
+        ("train: {steps: null}", "train: neither steps nor epochs is given"),
+        ("train: {epochs: 0}", "train.epochs: Input should be greater than 0, found 0"),
         ("maxtext: {hf_access_token: x}", "maxtext: hf_access_token: a token does not belong in a spec"),
     ],
 )
@@ -79,6 +88,34 @@ def test_a_token_is_never_repeated() -> None:
     with pytest.raises(SpecError) as found:
         parse(SOURCE + "maxtext: {hf_access_token: hf_secret}\n")
     assert "hf_secret" not in str(found.value)
+
+
+def test_a_mixture_has_sources_and_weights() -> None:
+    run = parse(SOURCE + "data: {train: [{source: a.jsonl, weight: 3}, {source: org/chats}]}\n")
+    assert run.data.train == [WeightedSource(source="a.jsonl", weight=3.0), WeightedSource(source="org/chats")]
+    assert run.data.train_names == ("a.jsonl", "org/chats")
+    assert parse(SOURCE + "data: {train: a.jsonl}\n").data.train_names == ("a.jsonl",)
+    assert parse(SOURCE + "data: {train: [a.jsonl, b.jsonl]}\n").data.train_names == ("a.jsonl", "b.jsonl")
+    assert parse(SOURCE).data.train_names == ()
+    assert RunSpec.model_validate_json(run.model_dump_json()) == run
+
+
+def test_epochs_take_the_place_of_steps() -> None:
+    run = parse(SOURCE + "train: {epochs: 2}\n")
+    assert (run.train.steps, run.train.epochs) == (None, 2.0)
+    with pytest.raises(SpecError, match="not turned into steps yet"):
+        _ = run.train.total_steps
+    assert RunSpec.model_validate_json(run.model_dump_json()) == run
+    for text, override, expected in (
+        ("train: {epochs: 2}", "train.steps=5", (5, None)),
+        ("train: {steps: 7}", "train.epochs=1.5", (None, 1.5)),
+        ("train: {epochs: 2}", "train.epochs=3", (None, 3.0)),
+        ("engine: tunix", "train.epochs=3", (None, 3.0)),
+    ):
+        train = parse(f"{SOURCE}{text}\n", (override,)).train
+        assert (train.steps, train.epochs) == expected
+    with pytest.raises(SpecError, match="1 problem"):
+        parse(SOURCE, ("train.steps=5", "train.epochs=2"))
 
 
 def test_all_problems_are_said_at_once() -> None:
