@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 
 def main() -> None:
     """`collective.py RUN_DIR [MODE]`: prints `sum=<1 + ... + n>`.
 
-    MODE `raise` fails on process 1 before that, `wait` sleeps after it, `loop` adds again and again.
+    MODE `raise` fails on process 1 before that, `wait` sleeps after it, `loop` adds again and again; in `hang`, under
+    the watchdog, process 1 then stands still, as in a data loader that waits for ever, and process 0 waits for it.
     """
     from bridge.launchers import shim
     from bridge.launchers.member import Member
     from bridge.launchers.stopping import Stopping
+    from bridge.launchers.watchdog import Watchdog
 
     member = Member.of(os.environ)
     stopping = Stopping(member.process, member.count, member.grace)
@@ -29,12 +32,14 @@ def main() -> None:
 
     total = multihost_utils.process_allgather(np.float32(member.process + 1)).sum()
     print(f"bridge: sum={total:g} of {jax.process_count()} processes, {jax.device_count()} devices", flush=True)
-    while sys.argv[2:] == ["loop"]:
+    if sys.argv[2:] == ["hang"]:
+        Watchdog(member.stall_timeout, shim.EXPLAINED)
+    while sys.argv[2:] in (["loop"], ["hang"]):
+        if sys.argv[2:] == ["hang"] and member.process == 1:
+            time.sleep(600)
         multihost_utils.process_allgather(np.float32(member.process + 1))
         print("bridge: going on", flush=True)
     if sys.argv[2:] == ["wait"]:
-        import time
-
         time.sleep(60)
     jax.distributed.shutdown()
 

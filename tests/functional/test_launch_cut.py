@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,13 +39,24 @@ HOSTS = {"hostA": ("bridge-a", "10.97.13.1"), "hostB": ("bridge-b", "10.97.13.2"
 
 @dataclass(frozen=True)
 class Network:
-    """The options with which ssh reaches both hosts."""
+    """The options with which ssh reaches both hosts, and the process of each one's sshd."""
 
     options: tuple[str, ...]
+    sshd: Mapping[str, int]
 
     def plug(self, state: str) -> None:
         """`down` cuts hostB off, `up` connects it again."""
         ip("link", "set", HOSTS["hostB"][0], state)
+
+    @contextlib.contextmanager
+    def hidden(self, folder: Path) -> Iterator[None]:
+        """hostB sees nothing in a folder, as where storage is not shared."""
+        inside = ["nsenter", "--target", str(self.sshd["hostB"]), "--mount"]
+        subprocess.run([*inside, "mount", "-t", "tmpfs", "none", str(folder)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*inside, "umount", "--lazy", str(folder)], check=True)
 
 
 def ip(*arguments: str, space: str | None = None) -> None:
@@ -86,7 +97,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             pytest.skip(f"this machine allows no networks of one's own: {error.stderr.strip()}")
         ip("addr", "add", f"{LAUNCHER}/24", "dev", SWITCH)
         ip("link", "set", SWITCH, "up")
-        places = {}
+        places, pids = {}, {}
         for host, (name, address) in HOSTS.items():
             ip("link", "set", name, "master", SWITCH, "up")
             ip("addr", "add", f"{address}/24", "dev", "card", space=name)
@@ -100,16 +111,19 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             named = ("unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh")
             places[host] = address, free_port()
             popen = sshd.start(folder, *places[host], ("ip", "netns", "exec", name, *named))
+            pids[host] = popen.pid
             stack.callback(popen.wait)
             stack.callback(popen.terminate)
-        yield Network(sshd.options(folder, places))
+        yield Network(sshd.options(folder, places), pids)
 
 
 def plan(folder: Path, mode: str = "") -> list[Launch]:
     """A process on each host."""
     text = f"{{launcher: ssh, hosts: [hostA, hostB], coordinator: {HOSTS['hostA'][1]}, port: {free_port()}}}"
     run = parse(f"model: {{source: m}}\ncluster: {text}")
-    (folder / "run.json").write_text(json.dumps({"checkpoint": str(folder)}))
+    checkpoint = folder / "storage" / "0"
+    checkpoint.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"checkpoint": str(checkpoint)}))
     place = describe(run.cluster, "collective", hosts=run.cluster.hosts)
     argv = (sys.executable, str(COLLECTIVE), str(folder), *([mode] if mode else []))
     return [
@@ -164,3 +178,15 @@ def test_a_host_that_is_gone_before_the_start(network: Network, tmp_path: Path) 
         assert wait_for(lambda: not left(tmp_path), 10), left(tmp_path)
     finally:
         network.plug("up")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("storage", "there is no {folder}/storage/0"), ("", "what process 0 wrote there does not show")],
+)
+def test_a_folder_that_one_host_does_not_see(network: Network, tmp_path: Path, name: str, says: str) -> None:
+    launches = plan(tmp_path)
+    with network.hidden(tmp_path / name), pytest.raises(LaunchError, match="is not visible on every host") as caught:
+        ssh.execute(launches, tmp_path / "logs", print, False, 5.0, network.options)
+    assert f"process 1 on {HOSTS['hostB'][0]}: {says.format(folder=tmp_path)}" in str(caught.value)
+    assert "process 0 on" not in str(caught.value)
