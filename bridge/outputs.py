@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bridge import bucket_outputs
+from bridge import bucket_outputs, flushing
 from bridge.errors import OutputError
 from bridge.places import BucketPath, place
 
@@ -72,7 +72,8 @@ def new_folder(
         temporary = final.with_name(f".{final.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
         try:
-            yield temporary
+            with flushing.while_written(temporary):
+                yield temporary
             flush(temporary)
             _put_in_place(temporary, final, overwrite)
         except BaseException:

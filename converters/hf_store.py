@@ -92,7 +92,6 @@ class HfSource:
             if got == 0:
                 raise CheckpointError(f"{stored.file} ended within {name}: was it changed or truncated meanwhile?")
             done += got
-        os.posix_fadvise(self._files[stored.file], position, done, os.POSIX_FADV_DONTNEED)
         return out
 
     def equals(self, other: HfSource, name: str, other_name: str | None = None) -> bool:

@@ -130,12 +130,21 @@ class Rule:
         """The shape of the engine array."""
         return _shape(self.engine_groups, axes)
 
-    def block(self, axes: Axes, units: int) -> Block:
-        """The move of `units` steps along `cut_axis` of one Hugging Face tensor."""
+    def block(self, axes: Axes, units: int, parts: int = 1) -> Block:
+        """The move of `units` steps along `cut_axis` of one Hugging Face tensor.
+
+        With `parts` above 1 the embedding axis is split, and its parts come first on the engine's side: one stored
+        chunk behind the other.
+        """
         sizes = {**axes, self.cut_axis: units}
         left = [axis for group in self.hf_groups for axis in group if axis != LAYER]
         right_groups = [group for group in self.engine_groups if group != (LAYER,)]
         right = [axis for group in right_groups for axis in group]
+        if parts > 1:
+            sizes |= {"part": parts, "embed": sizes["embed"] // parts}
+            left.insert(left.index("embed"), "part")
+            right.insert(0, "part")
+            right_groups = [("part",), *right_groups]
         return Block(
             hf_split=tuple(sizes[axis] for axis in left),
             order=tuple(left.index(axis) for axis in right),

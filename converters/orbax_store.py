@@ -1,9 +1,9 @@
-"""Orbax checkpoints, array by array and slab by slab, through TensorStore.
+"""Orbax checkpoints, array by array and piece by piece, in Orbax's own format (zarr3, one key prefix a leaf).
 
-Orbax itself copies every leaf before it writes it. So the arrays are written with TensorStore in Orbax's own format
-(OCDBT, zarr3, one key prefix a leaf) and the few metadata files beside them are written here. In a bucket every chunk
-is an object of its own, which Orbax reads as well: OCDBT would write its one manifest anew with each chunk, and a
-bucket takes one write a second to an object. The tests restore the result with stock Orbax (v0 and v1) and with both
+Orbax itself copies every leaf before it writes it. So the arrays, and the few metadata files beside them, are written
+here: uncompressed ones in place (`shard_store`), one file an array; compressed ones through TensorStore into an OCDBT
+database. In a bucket every chunk is an object of its own: OCDBT would write its one manifest anew with each chunk, and
+a bucket takes one write a second to an object. The tests restore the result with stock Orbax (v0 and v1) and with both
 engines.
 Source: orbax/checkpoint/_src/metadata/{tree,step_metadata_serialization}.py and
 _src/serialization/tensorstore_utils.py, 0.12.8.
@@ -25,7 +25,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.converters.plan import Tensor
+from bridge.converters.plan import ITEM_BYTES, Tensor
+from bridge.converters.shard_store import Shard, ShardWriter
+from bridge.converters.slabs import Tiling
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json
 from bridge.places import BucketPath, kvstore
@@ -65,7 +67,9 @@ class TreeSink:
         self._paths: list[Path_] = []
         self._compression = compression
         self._context = context()
-        self._ocdbt = not isinstance(step, BucketPath)
+        self._local = not isinstance(step, BucketPath)
+        self.in_place = self._local and compression == "none"
+        self._ocdbt = self._local and not self.in_place
 
     def create(
         self, path: Path_, shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], inner: tuple[int, ...]
@@ -74,6 +78,7 @@ class TreeSink:
         import tensorstore as ts
 
         codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        codecs += [{"name": "crc32c"}] if self.in_place else []
         if self._compression != "none":
             level = int(self._compression.removeprefix("zstd:"))
             codecs.append({"name": "zstd", "configuration": {"level": level}})
@@ -106,6 +111,12 @@ class TreeSink:
         """
         with _as_os_error(str(self.folder)):
             array[region].write(values, can_reference_source_data_indefinitely=True).result()
+
+    def lay_out(self, path: Path_, tiling: Tiling, dtype: str) -> ShardWriter:
+        """A new array whose blocks are written in place; only where `in_place`."""
+        self.create(path, tiling.shape, dtype, tiling.shard, tiling.inner)
+        file = self.folder.joinpath(".".join(path), "c", *("0" for _ in tiling.shape))
+        return ShardWriter(Shard(file, tiling, ITEM_BYTES[dtype]))
 
     def scalars(self, paths: Sequence[Path_]) -> None:
         """Scalars that are no weights (`step`), as int64 zeros."""
@@ -145,6 +156,7 @@ class Leaf:
     tensor: Tensor
     spec: dict[str, Any]
     chunk: tuple[int, ...]
+    """What is decoded at once."""
 
 
 class TreeSource:
@@ -231,9 +243,13 @@ def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -
         except CheckpointError as error:
             missing.append(error.message)
             continue
-        chunk = tuple(array.chunk_layout.write_chunk.shape or ())
-        if any(part > max(size, 1) for part, size in zip(chunk, array.shape, strict=False)):
-            missing.append(f"{'.'.join(path)} is stored in chunks of {chunk}, larger than its shape {array.shape}")
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        written = tuple(array.chunk_layout.write_chunk.shape or ())
+        if any(
+            part > max(size, 1) or whole >= max(size, 1) + part
+            for part, whole, size in zip(chunk, written, array.shape, strict=False)
+        ):
+            missing.append(f"{'.'.join(path)} is stored in chunks of {written}, larger than its shape {array.shape}")
             continue
         leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
     if missing:

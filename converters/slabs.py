@@ -9,11 +9,73 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from bridge.converters.layout import Axes
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.converters.layout import LAYER, Axes
 from bridge.converters.plan import Move
 
 BLOCK_BYTES = 4 << 20  # stays in a core's cache while it is transposed (measured: 5-6 GB/s against 1.2 for 64 MiB)
+
+
+PARTS = 16
+"""Shares along the embedding that a stored block falls into: as many FSDP devices decode only their own."""
+CHUNK_ELEMENTS = 4096
+"""Smaller chunks cost a reader more than the bytes it is spared."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How an array is stored: blocks of `units` along the cut axis of one layer, each in `parts` along the embedding.
+
+    `inner` is the shape of one stored chunk, 1 along the layers where they are stacked.
+    """
+
+    shape: tuple[int, ...]
+    inner: tuple[int, ...]
+    units: int
+    parts: int
+    cut_dim: int
+    layer_dim: int | None
+    embed_dim: int | None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of chunks along each dimension."""
+        return tuple(math.ceil(size / side) for size, side in zip(self.shape, self.inner, strict=True))
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """The shape of the whole array in whole chunks."""
+        return tuple(count * side for count, side in zip(self.counts, self.inner, strict=True))
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of a layer."""
+        return self.counts[self.cut_dim]
+
+    def place(self, layer: int, block: int, part: int) -> tuple[int, ...]:
+        """Which chunk one part of a block is."""
+        at = [0] * len(self.shape)
+        at[self.cut_dim] = block
+        if self.layer_dim is not None:
+            at[self.layer_dim] = layer
+        if self.embed_dim is not None and self.embed_dim != self.cut_dim:
+            at[self.embed_dim] = part
+        return tuple(at)
+
+    def padded(self, chunks: NDArray[Any]) -> NDArray[Any]:
+        """A block's chunks made whole where it reaches beyond the array; shape (parts, ...inner without layers)."""
+        sides = [side for dim, side in enumerate(self.inner) if dim != self.layer_dim]
+        whole = (self.parts, *sides)
+        chunks = chunks.reshape(self.parts, *chunks.shape[-len(sides) :])
+        if chunks.shape == whole:
+            return chunks
+        padded = np.zeros(whole, chunks.dtype)
+        padded[tuple(slice(0, size) for size in chunks.shape)] = chunks
+        return padded
 
 
 @dataclass(frozen=True)
@@ -60,6 +122,16 @@ def cut(move: Move, axes: Axes, itemsize: int, slab_bytes: int) -> Cutting:
     return Cutting(slab_layers, slab_units, max(1, min(slab_units, BLOCK_BYTES // unit)), layers, units)
 
 
+def cut_stored(move: Move, axes: Axes, itemsize: int, slab_bytes: int, layer_chunk: int, unit_chunk: int) -> Cutting:
+    """Cut a stored array by whole chunks, each decoded once: cache-sized blocks of one layer where they allow it."""
+    row = unit_elements(move, axes) * itemsize * unit_chunk
+    block = min(BLOCK_BYTES, slab_bytes)
+    if layer_chunk == 1 and row <= block:
+        units = min(axes[move.rule.cut_axis], block // row * unit_chunk)
+        return Cutting(1, units, units, len(move.hf), axes[move.rule.cut_axis])
+    return along_chunks(cut(move, axes, itemsize, slab_bytes), layer_chunk, unit_chunk)
+
+
 def along_chunks(cutting: Cutting, layer_chunk: int, unit_chunk: int) -> Cutting:
     """Widen slabs to whole chunks of a stored array: a chunk is then decoded once, not once a slab."""
     layers = min(cutting.total_layers, math.ceil(cutting.layers / layer_chunk) * layer_chunk)
@@ -76,6 +148,42 @@ def region(move: Move, layers: range, units: range) -> tuple[slice, ...]:
     return tuple(part)
 
 
+def tile(move: Move, axes: Axes, itemsize: int) -> Tiling:
+    """Store an array by the blocks that it is permuted in; `itemsize` is the larger of both sides."""
+    rule = move.rule
+    embed = next((i for i, group in enumerate(rule.engine_groups) if group == ("embed",)), None)
+    elements, total = unit_elements(move, axes), axes[rule.cut_axis]
+    limit = max(1, BLOCK_BYTES // (elements * itemsize))
+    if embed == rule.engine_cut_dim:
+        limit = min(limit, max(math.ceil(total / PARTS), math.ceil(CHUNK_ELEMENTS / elements)))
+    units = _even(total, limit)
+    inner = [
+        1 if group == (LAYER,) else size for group, size in zip(rule.engine_groups, move.engine_shape, strict=True)
+    ]
+    inner[rule.engine_cut_dim] = units
+    parts = 1
+    if embed is not None and embed != rule.engine_cut_dim:
+        parts = _parts(inner[embed], math.prod(inner))
+        inner[embed] //= parts
+    return Tiling(move.engine_shape, tuple(inner), units, parts, rule.engine_cut_dim, rule.engine_layer_dim, embed)
+
+
+def _even(total: int, limit: int) -> int:
+    """The largest divisor of `total` up to `limit`; `limit` itself where that leaves less than a quarter of it."""
+    if limit >= total:
+        return total
+    divisor = next(size for size in range(limit, 0, -1) if total % size == 0)
+    return divisor if divisor * 4 >= limit else limit
+
+
+def _parts(embed: int, elements: int) -> int:
+    """Into how many shares the embedding axis of a chunk is split: at most `PARTS`, none of them tiny."""
+    parts = PARTS
+    while parts > 1 and (embed % parts or elements // parts < CHUNK_ELEMENTS):
+        parts //= 2
+    return parts
+
+
 def chunk_shape(move: Move, cutting: Cutting) -> tuple[int, ...]:
     """The write chunk of an engine array: one slab."""
     shape = list(move.engine_shape)
@@ -85,12 +193,10 @@ def chunk_shape(move: Move, cutting: Cutting) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def read_chunk_shape(move: Move, chunk: tuple[int, ...], parts: int = 16) -> tuple[int, ...]:
-    """The inner chunk: split along the embedding axis, so that each of `parts` FSDP devices decodes only its share."""
+def read_chunk_shape(move: Move, chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """The inner chunk of a write chunk: split along the embedding axis, as `tile` does."""
     shape = list(chunk)
     embed = next((i for i, group in enumerate(move.rule.engine_groups) if group == ("embed",)), None)
     if embed is not None:
-        while parts > 1 and (shape[embed] % parts or math.prod(shape) // parts < 4096):
-            parts //= 2
-        shape[embed] //= parts
+        shape[embed] //= _parts(shape[embed], math.prod(shape))
     return tuple(shape)

@@ -6,8 +6,9 @@ while at most `workers` slabs are held.
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,24 @@ from bridge.converters.hf_store import HfSink, HfSource
 from bridge.converters.layout import Block, axes_of, scale_of
 from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move
-from bridge.converters.slabs import Cutting, along_chunks, chunk_shape, cut, read_chunk_shape, region, unit_elements
+from bridge.converters.pool import run_bounded
+from bridge.converters.shard_store import ShardWriter
+from bridge.converters.slabs import (
+    Cutting,
+    Tiling,
+    chunk_shape,
+    cut,
+    cut_stored,
+    read_chunk_shape,
+    region,
+    tile,
+    unit_elements,
+)
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
-WORKERS = 3
+WORKERS = min(8, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 3
+"""One more than the cores, as one of them waits for the disk."""
 # A slab lives about four times at once: source rows, the slab, TensorStore's copy, the encoded chunk.
 COPIES = 4
 # Python, numpy, XLA and TensorStore themselves.
@@ -123,12 +137,12 @@ def slabs_of(move: Move, model: ModelSpec, engine_dtype: str, cutting: Cutting) 
 
 
 def stored_slabs(move: Move, model: ModelSpec, leaf: Leaf, kinds: Iterable[str], budget: Budget) -> Iterator[Slab]:
-    """Every slab of a stored array, widened to whole chunks of it."""
-    width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[kind] for kind in kinds))
-    cutting = cut(move, axes_of(model), width, budget.slab_bytes)
+    """Every slab of a stored array, widened to what is decoded at once of it."""
     layer_dim = move.rule.engine_layer_dim
-    layer_chunk = leaf.chunk[layer_dim] if layer_dim is not None else 1
-    cutting = along_chunks(cutting, max(1, layer_chunk), max(1, leaf.chunk[move.rule.engine_cut_dim]))
+    width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[kind] for kind in kinds))
+    layer_chunk = max(1, leaf.chunk[layer_dim]) if layer_dim is not None else 1
+    unit_chunk = max(1, leaf.chunk[move.rule.engine_cut_dim])
+    cutting = cut_stored(move, axes_of(model), width, budget.slab_bytes, layer_chunk, unit_chunk)
     return slabs_of(move, model, leaf.tensor.dtype, cutting)
 
 
@@ -152,20 +166,73 @@ def import_checkpoint(
         progress: called with source bytes.
     """
 
+    targets = _targets(plan, source, dtype)
+    with contextlib.ExitStack() as opened:
+        if sink.in_place:
+            jobs = _blocks(targets, model, source, sink, opened, progress)
+        else:
+            jobs = _slabs(targets, model, source, sink, budget, progress)
+        run_bounded(jobs, budget.workers)
+
+
+def _targets(plan: tuple[Move, ...], source: HfSource, dtype: str) -> Iterator[tuple[Move, str, int]]:
+    """(move, dtype on the engine's side, bytes of an element on the wider side)."""
+    for move in plan:
+        kinds = [source.headers[name].dtype for name in move.hf]
+        target = engine_dtype(move, kinds, dtype)
+        yield move, target, max(ITEM_BYTES[target], *(ITEM_BYTES[kind] for kind in kinds))
+
+
+def _blocks(
+    targets: Iterator[tuple[Move, str, int]],
+    model: ModelSpec,
+    source: HfSource,
+    sink: TreeSink,
+    opened: contextlib.ExitStack,
+    progress: Progress,
+) -> Iterator[Callable[[], None]]:
+    """A job for every block of every array, each written in its place."""
+    axes = axes_of(model)
+
+    def write(writer: ShardWriter, move: Move, tiling: Tiling, target: str, layer: int, block: int) -> None:
+        name, unit = move.hf[layer], unit_elements(move, axes)
+        first = block * tiling.units
+        count = min(tiling.units, axes[move.rule.cut_axis] - first)
+        raw = source.read(name, first * unit, count * unit)
+        kind, scale = source.headers[name].dtype, scale_of(move.rule, model)
+        chunks = bits.import_block(raw, move.rule.block(axes, count, tiling.parts), kind, target, scale)
+        writer.write(layer, block, tiling.padded(chunks))
+        progress(raw.nbytes)
+
+    for move, target, width in targets:
+        tiling = tile(move, axes, width)
+        writer = sink.lay_out(move.engine, tiling, target)
+        opened.callback(writer.close)
+        for layer in range(len(move.hf)):
+            for block in range(tiling.blocks):
+                yield functools.partial(write, writer, move, tiling, target, layer, block)
+
+
+def _slabs(
+    targets: Iterator[tuple[Move, str, int]],
+    model: ModelSpec,
+    source: HfSource,
+    sink: TreeSink,
+    budget: Budget,
+    progress: Progress,
+) -> Iterator[Callable[[], None]]:
+    """A job for every slab of every array, each a chunk that TensorStore encodes."""
+
     def write(array: Any, slab: Slab) -> None:
         values = slab.from_hf(source, progress).view(bits.numpy_dtype(slab.engine_dtype))
         sink.write(array, slab.region, values)
 
-    jobs: list[Callable[[], None]] = []
-    for move in plan:
-        kinds = [source.headers[name].dtype for name in move.hf]
-        target = engine_dtype(move, kinds, dtype)
-        width = max(ITEM_BYTES[target], *(ITEM_BYTES[kind] for kind in kinds))
+    for move, target, width in targets:
         cutting = cut(move, axes_of(model), width, budget.slab_bytes)
         chunk = chunk_shape(move, cutting)
         array = sink.create(move.engine, move.engine_shape, target, chunk, read_chunk_shape(move, chunk))
-        jobs += [functools.partial(write, array, slab) for slab in slabs_of(move, model, target, cutting)]
-    run_bounded(jobs, budget.workers)
+        for slab in slabs_of(move, model, target, cutting):
+            yield functools.partial(write, array, slab)
 
 
 def export_checkpoint(
@@ -192,12 +259,14 @@ def export_checkpoint(
             sink.write(name, start, moved)
             progress(moved.nbytes)
 
-    jobs: list[Callable[[], None]] = []
-    for move in plan:
-        array = source.open(move.engine)
-        slabs = stored_slabs(move, model, source.leaves[move.engine], [kinds[name] for name in move.hf], budget)
-        jobs += [functools.partial(write, array, slab) for slab in slabs]
-    run_bounded(jobs, budget.workers)
+    def jobs() -> Iterator[Callable[[], None]]:
+        for move in plan:
+            array = source.open(move.engine)
+            leaf = source.leaves[move.engine]
+            for slab in stored_slabs(move, model, leaf, [kinds[name] for name in move.hf], budget):
+                yield functools.partial(write, array, slab)
+
+    run_bounded(jobs(), budget.workers)
 
 
 def _inside(move: Move, layer: int, block: range, units: range) -> tuple[slice | int, ...]:
@@ -207,15 +276,3 @@ def _inside(move: Move, layer: int, block: range, units: range) -> tuple[slice |
     if move.rule.engine_layer_dim is not None:
         part[move.rule.engine_layer_dim] = layer
     return tuple(part)
-
-
-def run_bounded(jobs: list[Callable[[], None]], workers: int) -> None:
-    """Run jobs on a bounded pool; the first failure stops what has not begun and is raised."""
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(job) for job in jobs]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

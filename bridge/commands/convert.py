@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 )
 @click.option("--compression", type=click.Choice(["none", "zstd:1", "zstd:3"]), default="none", show_default=True)
 @click.option(
-    "--memory", default="1GiB", show_default=True, help="Resident memory to stay below; more is faster, up to a point."
+    "--memory",
+    default="1GiB",
+    show_default=True,
+    help="Resident memory to stay below. Compressed output is faster with more; uncompressed needs about 300 MiB.",
 )
 @common.spec_option
 @common.overwrite_option

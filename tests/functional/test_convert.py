@@ -109,22 +109,25 @@ def test_a_chosen_dtype_is_one_rounding(kind: str, engine: str, dtype: str, tiny
 
 def test_many_small_slabs_give_the_same_bits(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny("head_dim_96", dtype="float16", edge_values=True)
-    computed: list[str] = []
-    from_hf = transfer.Slab.from_hf
+    permuted: list[int] = []
+    import_block = transfer.bits.import_block
 
-    def counted(self: transfer.Slab, *args: Any, **keywords: Any) -> Any:
-        computed.append(self.move.name)
-        return from_hf(self, *args, **keywords)
+    def counted(raw: Any, *args: Any) -> Any:
+        permuted.append(raw.nbytes)
+        return import_block(raw, *args)
 
-    monkeypatch.setattr(transfer.Slab, "from_hf", counted)
+    monkeypatch.setattr(transfer.bits, "import_block", counted)
     monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 7000))
     monkeypatch.setattr(slabs, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
     for engine, scanned in LAYOUTS:
-        computed.clear()
-        step = convert(source, tmp_path / f"{engine}{scanned}", "--check", *flags(scanned), engine=engine)
-        found = without_step(restore(step / ITEMS[engine]))
-        assert different(found, expected(source, engine, scanned)) == []
-        assert max(map(computed.count, computed)) > 4, "an array must have been cut into many slabs"
+        for compression in ("none", "zstd:1"):
+            permuted.clear()
+            out = tmp_path / f"{engine}{scanned}{compression}"
+            step = convert(source, out, "--check", "--compression", compression, *flags(scanned), engine=engine)
+            found = without_step(restore(step / ITEMS[engine]))
+            assert different(found, expected(source, engine, scanned)) == []
+            assert len(permuted) > 500, "the arrays must have been cut into many blocks"
 
 
 @pytest.mark.parametrize("compression", ["zstd:1", "zstd:3"])

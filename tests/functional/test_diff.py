@@ -16,6 +16,7 @@ from conftest import Tiny
 
 import oracles
 from bridge.commands.diff import open_side
+from bridge.converters import slabs
 from bridge.converters.difference import Form, compare, max_difference
 from bridge.converters.transfer import Budget
 from bridge.errors import CheckpointError, UnsupportedError
@@ -171,7 +172,11 @@ class Small(Budget):
 
 
 @pytest.mark.parametrize("pair", [("hf", "hf"), ("hf", "maxtext"), ("tunix", "unscanned"), ("maxtext", "tunix")])
-def test_cut_into_small_slabs_it_finds_the_same(pair: tuple[str, str], tiny: Tiny, tmp_path: Path) -> None:
+def test_cut_into_small_slabs_it_finds_the_same(
+    pair: tuple[str, str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
     first, second = formats(tiny("mha"), tmp_path / "a"), formats(tiny("mha", seed=1), tmp_path / "b")
     with open_side(first[pair[0]], None, None) as a, open_side(second[pair[1]], None, None) as b:
         done: list[int] = []

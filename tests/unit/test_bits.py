@@ -48,14 +48,16 @@ def test_a_move_without_rounding_keeps_every_pattern(name: str) -> None:
 
 
 def test_the_numpy_path_and_the_xla_path_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
     ran: list[bool] = []
-    compiled = bits._xla_permute
+    put = jax.device_put
 
     def counted(*args: Any) -> Any:
         ran.append(True)
-        return compiled(*args)
+        return put(*args)
 
-    monkeypatch.setattr(bits, "_xla_permute", counted)
+    monkeypatch.setattr(jax, "device_put", counted)
     for source, target in [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]:
         raw = patterns(source)
         results = []
@@ -69,16 +71,35 @@ def test_the_numpy_path_and_the_xla_path_give_the_same_bits(monkeypatch: pytest.
 
 
 def test_blocks_from_half_a_mebibyte_on_go_through_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
     def refuse(*_: Any) -> Any:
         raise RuntimeError("through XLA")
 
-    monkeypatch.setattr(bits, "_xla_permute", refuse)
+    monkeypatch.setattr(jax, "device_put", refuse)
     block = Block((256, 512), (1, 0), (512, 256))
     raw = np.zeros(256 * 512, np.uint32)
     with pytest.raises(RuntimeError, match="through XLA"):
         bits.import_block(raw, block, "float32", "float32", 1.0)
     half = Block((128, 511), (1, 0), (511, 128))
     assert bits.import_block(raw[: 128 * 511], half, "float32", "float32", 1.0).shape == (511, 128)
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_scale_is_divided_out_with_one_rounding(head_dim: int, target: str) -> None:
+    """Values that were multiplied, and values whose quotient lies on, or a float32 step beside, a tie of bfloat16."""
+    scale = float(np.float32(1 / np.sqrt(head_dim)))
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
+    near = np.concatenate([ties - 1, ties, ties + 1]).view(np.float32)
+    with np.errstate(all="ignore"):
+        values = np.concatenate([patterns("bfloat16").view(DTYPES["bfloat16"]).astype(np.float32), near])
+        values = values * np.float32(scale)
+        values = values[np.isfinite(values)]
+        expected = oracles.round_once(values.astype(np.float64) / scale, DTYPES[target])
+    block = Block((len(values),), (0,), (len(values),))
+    found = bits.export_block(values.view(np.uint32), block, "float32", target, scale)
+    assert np.array_equal(found, expected.view(found.dtype))
 
 
 @pytest.mark.parametrize("target", DTYPES)

@@ -1,0 +1,31 @@
+"""A bounded pool of threads for jobs that are made as they are needed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterable
+
+WAITING = 4
+"""Jobs a worker has ahead of it: a model of 400 GB is cut into 200,000 of them, which are made as they are needed."""
+
+
+def run_bounded(jobs: Iterable[Callable[[], None]], workers: int) -> None:
+    """Run jobs on a bounded pool, a few ahead; the first failure stops what has not begun and is raised."""
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        waiting: set[concurrent.futures.Future[None]] = set()
+        try:
+            for job in jobs:
+                waiting.add(pool.submit(job))
+                if len(waiting) >= workers * WAITING:
+                    waiting = _collect(waiting, concurrent.futures.FIRST_COMPLETED)
+            _collect(waiting, concurrent.futures.FIRST_EXCEPTION)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _collect(waiting: set[concurrent.futures.Future[None]], until: str) -> set[concurrent.futures.Future[None]]:
+    done, left = concurrent.futures.wait(waiting, return_when=until)
+    for future in done:
+        future.result()
+    return left
