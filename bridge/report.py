@@ -184,7 +184,9 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
+        return ", ".join(map(_shown, value))
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {_shown(part)}" for key, part in value.items())
     return "-" if value is None else str(value)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge import places
 from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common, forward, generate, verify_adapter
@@ -50,7 +51,7 @@ def write_answers(run_dir: Path) -> Path:
     common.on_cpu()
     run_file = RunFile.read(run_dir)
     trained = checkpoints.find(None, run_dir, None, None)
-    base = checkpoints.find(None, Path(run_file.checkpoint), None, None)
+    base = checkpoints.find(None, places.place(run_file.checkpoint), None, None)
     own = Path(run_file.tokenizer)
     tokenizer = load_tokenizer(own if own.is_dir() else trained.hf)
     asked = questions(run_file, tokenizer, trained.model.context - NEW_TOKENS)

@@ -70,6 +70,15 @@ def test_one_run(two_runs: list[Path]) -> None:
     assert rows["model FLOP utilisation"] == [f"{0.2 / 0.53:.4g} (median)"]
 
 
+def test_a_mixture_is_shown_with_its_weights(tiny: Tiny, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "r", tiny("mha"), curve(3))
+    values = json.loads((folder / "run.json").read_text())
+    values["spec"]["data"]["train"] = [{"source": "a.jsonl", "weight": 3.0}, {"source": "org/b", "weight": 0.5}]
+    (folder / "run.json").write_text(json.dumps(values))
+    rows = cells(parsed(write_run_report(folder).read_text()))
+    assert rows["data.train"] == ["source a.jsonl weight 3, source org/b weight 0.5"]
+
+
 def test_two_runs_side_by_side(two_runs: list[Path], tmp_path: Path) -> None:
     result = run("report", *two_runs, "--out", tmp_path / "x" / "both.html")
     assert result.stdout == f"{tmp_path / 'x' / 'both.html'}\n"
