@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,35 +28,46 @@ class Workspace:
         """Read `spec`, or `bridge.yaml` in the current folder.
 
         Raises:
-            SpecError: as `run_spec.load`.
+            SpecError: as `run_spec.load`, or what must lie on this host is in a bucket.
         """
         path = spec if spec is not None else Path(SPEC)
-        return cls(run_spec.load(path, overrides), path.absolute().parent)
+        run = run_spec.load(path, overrides)
+        check_places(run)
+        return cls(run, absolute(path).parent)
 
     def path(self, text: str) -> Path:
         """A path of the spec, absolute; in a bucket for `gs://`."""
         if places.in_bucket(text):
             return places.place(text)
-        return (self.base / Path(text).expanduser()).absolute()
+        return absolute(self.base / Path(text).expanduser())
 
     @property
     def workdir(self) -> Path:
         """Where outputs go."""
         return self.path(self.run.workdir)
 
+    @property
+    def control(self) -> Path:
+        """Where the files of runs lie that processes append to: workdir, or the spec's folder where that is a bucket."""
+        return self.base if isinstance(self.workdir, places.BucketPath) else self.workdir
+
     def converted(self, engine: str) -> Path:
         """The folder of the converted checkpoint."""
         return self.workdir / "checkpoints" / engine
 
     def run_dir(self, name: str) -> Path:
-        """The folder of a run.
+        """The folder of a run, on this host: its config, logs and metrics.
 
         Raises:
             SpecError: the name is no plain folder name.
         """
         if not name or name.startswith((".", "-")) or any(char in name for char in "/\\\0\n"):
             raise SpecError(f"{name!r} cannot name a run: use a plain folder name")
-        return self.workdir / "runs" / name
+        return self.control / "runs" / name
+
+    def stored(self, run_dir: Path) -> Path:
+        """Where a run's checkpoints lie: its folder, or the place of the same name in the bucket of workdir."""
+        return self.workdir / "runs" / run_dir.name
 
     def export(self, form: str) -> Path:
         """The folder of an export."""
@@ -80,9 +94,9 @@ class Workspace:
             return self._folder(self.run.model.source, self.run.model.revision, "model.source", True, weights=False)
 
     def tokenizer_folder(self) -> Path:
-        """The tokenizer's folder: `model.tokenizer`, else the model's."""
+        """The tokenizer's folder, on this host: `model.tokenizer`, else the model's."""
         if self.run.model.tokenizer is None:
-            return self.model_folder()
+            return at_hand(self.model_folder())
         return self._folder(self.run.model.tokenizer, None, "model.tokenizer", True, weights=False)
 
     def _folder(self, text: str, revision: str | None, key: str, download: bool, *, weights: bool = True) -> Path:
@@ -103,6 +117,37 @@ class Workspace:
         """The data files of `data.train` or `data.eval`, absolute where they exist; a hub id stays as it is."""
         values = [value] if isinstance(value, str) else value or []
         return tuple(str(self.path(text)) if self.path(text).exists() else text for text in values)
+
+
+def absolute(path: Path) -> Path:
+    """The absolute path, without the `..` that TensorStore refuses."""
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
+def check_places(run: RunSpec) -> None:
+    """Raise a SpecError where a spec names a bucket for what is read by its name on this host."""
+    files = {
+        "data.train": run.data.train_names,
+        "data.eval": [run.data.eval] if isinstance(run.data.eval, str) else run.data.eval or [],
+        "model.tokenizer": [run.model.tokenizer or ""],
+        "cluster.hosts_file": [run.cluster.hosts_file or ""],
+    }
+    problems = [f"{key}: {name}" for key, names in files.items() for name in names if places.in_bucket(name)]
+    if problems:
+        raise SpecError("read from folders of this host, not from a bucket", details=problems, hint=places.COPY)
+
+
+def at_hand(folder: Path) -> Path:
+    """A folder of small files on this host: itself, or a copy that goes when this process ends.
+
+    Tokenizers and engines open them by their names.
+    """
+    if not isinstance(folder, places.BucketPath):
+        return folder
+    copy = tempfile.mkdtemp(prefix="bridge-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    sidecar.copy_side_files(folder, Path(copy))
+    return Path(copy)
 
 
 @dataclass(frozen=True)
@@ -128,19 +173,20 @@ def find_checkpoint(
     """
     if checkpoint is not None:
         checkpoint = places.place(checkpoint)
-        return _inside(checkpoint.absolute(), step, f"{checkpoint}")
+        return _inside(absolute(checkpoint), step, f"{checkpoint}")
     if workspace is None:
         raise CheckpointError("which checkpoint?", hint="name one, or run this in a folder with a bridge.yaml")
     engine = engine or workspace.run.engine
     runs = newest_runs(workspace)
     if runs:
-        steps = finished_steps(runs[0] / "checkpoints")
+        stored = workspace.stored(runs[0])
+        steps = finished_steps(stored / "checkpoints")
         if not steps:
             raise CheckpointError(
                 f"the newest run, {runs[0].name}, has no finished checkpoint",
                 hint="wait for it, resume it with --resume, or name another checkpoint",
             )
-        return _inside(runs[0], step, f"the newest run, {runs[0].name}")
+        return _inside(stored, step, f"the newest run, {runs[0].name}", measured=runs[0])
     converted = workspace.converted(engine)
     if not converted.is_dir():
         raise CheckpointError(f"there is no run and no {converted}", hint=f"bridge convert --to {engine} makes one")
@@ -149,7 +195,7 @@ def find_checkpoint(
 
 def newest_runs(workspace: Workspace) -> list[Path]:
     """Run folders, the one that was launched last first."""
-    runs = [path.parent for path in (workspace.workdir / "runs").glob(f"*/{sidecar.FILE}")]
+    runs = [path.parent for path in (workspace.control / "runs").glob(f"*/{sidecar.FILE}")]
     return sorted(runs, key=lambda path: ((path / sidecar.FILE).stat().st_mtime_ns, path.name), reverse=True)
 
 
@@ -177,8 +223,11 @@ def _item(step: Path) -> Path | None:
     return None
 
 
-def _inside(path: Path, step: int | None, reason: str) -> Chosen:
-    """Find the tree in what the user named: a run, a checkpoint folder, a step, or the tree itself."""
+def _inside(path: Path, step: int | None, reason: str, measured: Path | None = None) -> Chosen:
+    """Find the tree in what the user named: a run, a checkpoint folder, a step, or the tree itself.
+
+    `measured` has the run's eval losses where they do not lie beside its checkpoints.
+    """
     if outputs.is_unfinished(path):
         raise CheckpointError(f"{path} was never finished: what wrote it was stopped, or is still at work")
     if not path.is_dir():
@@ -198,7 +247,7 @@ def _inside(path: Path, step: int | None, reason: str) -> Chosen:
         raise CheckpointError(f"{path} has no finished checkpoint", details=detail)
     if step is not None and step not in steps:
         raise CheckpointError(f"{path} has no checkpoint of step {step}", details=[f"steps: {steps}"])
-    chosen, why = _pick(folder.parent, steps) if step is None else (step, f"step {step}, as asked")
+    chosen, why = _pick(measured or folder.parent, steps) if step is None else (step, f"step {step}, as asked")
     item = _item(folder / str(chosen))
     if item is None:
         raise CheckpointError(f"{folder / str(chosen)} holds no tree")
