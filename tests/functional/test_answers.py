@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from conftest import Tiny
 from sft_folder import CHATS, Folder
 
-from bridge.commands import answers
+from bridge.commands import answers, launch
 from bridge.commands.answers import questions
 from bridge.errors import SpecError
 from bridge.launchers.data import load_tokenizer
@@ -92,6 +93,23 @@ def test_report_asks_when_it_is_told_to(folder: Folder) -> None:
     assert not (folder.path / "runs" / "maxtext-sft" / "answers.json").exists()
     folder.bridge("report", "runs/maxtext-sft", "--answers")
     compare(folder, "maxtext-sft", [chat[:1] for chat in CHATS[:3]])
+
+
+def test_a_trained_run_is_not_lost_for_want_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(run_dir: Path) -> Path:
+        raise SpecError(f"{run_dir.name} says nothing")
+
+    monkeypatch.setattr(answers, "write_answers", fail)
+    monkeypatch.chdir(tmp_path)
+    spec = parse("model: {source: m}\ndata: {prompts: ['Who?']}\n")
+    asking: Any = SimpleNamespace(run=spec, run_dir=tmp_path / "r")
+    launch.ask(asking)
+    assert capsys.readouterr().err == "no answers: r says nothing\n  later: bridge report r --answers\n"
+    silent: Any = SimpleNamespace(run=parse("model: {source: m}\n"), run_dir=tmp_path / "r")
+    launch.ask(silent)
+    assert capsys.readouterr().err == "before and after answers: bridge report r --answers\n"
 
 
 def run_file(folder: Path, tokenizer: Path, data: str, method: str = "sft") -> RunFile:

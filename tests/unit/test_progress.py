@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Tiny
 
@@ -17,6 +18,8 @@ from bridge.commands.step_lines import StepLines
 from bridge.launchers import progress
 from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import StepClock
+from bridge.launchers.rows import Examples, Rows
+from bridge.launchers.tokenizer import Encoded
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import parse
 
@@ -50,6 +53,26 @@ def test_one_line_says_it_all(tick: Clock, capsys: pytest.CaptureFixture[str]) -
         "bridge: step 1/4  loss 2.5000  228 tokens/s  MFU 3.3 %  0:27 left",
         "bridge: step 2/4  loss 2.2500  eval 2.1250  4,096 tokens/s  MFU 60.0 %  0:01 left",
     ]
+
+
+def test_the_clock_of_a_run(tick: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known device: 2 rows of 64 tokens, twice a step, in 2 s, of what one device could do in that time."""
+    import jax
+
+    model = ModelSpec(2, 8, 2, 2, 4, 16, 10, True, 1e4, None, 1e-5, 128, "float32")
+    run = parse("model: {source: m}\ntrain: {sequence_length: 64, gradient_accumulation: 2, steps: 3}\n")
+    rows = Rows(Examples.of([Encoded(np.arange(4, dtype=np.int32), np.ones(4, bool))] * 2), 64, False, 0, 2)
+    monkeypatch.setitem(flops.PEAKS, jax.devices()[0].device_kind, (1e-3, "a device of 1 GFLOPS"))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    clock = progress.clock_of(run, model, rows, adapters=False)
+    clock.begin(1)
+    tick(2.0)
+    weights = 2 * (4 * 8 * 8 + 3 * 8 * 16) + 10 * 8
+    spent = 256 * (6 * weights + 3 * 2 * 2 * 2 * 4 * 64)
+    assert clock.report(1, 1.0) == {"step_time": 2.0, "tokens_per_second": 128.0, "mfu": round(spent / 2e9, 4)}
+    single = run.model_copy(update={"train": run.train.model_copy(update={"dtype": "float32"})})
+    clock = progress.clock_of(single, model, rows, adapters=False)
+    assert "mfu" not in clock.report(1, 1.0)
 
 
 def test_no_peak_no_utilisation(tick: Clock, capsys: pytest.CaptureFixture[str]) -> None:
