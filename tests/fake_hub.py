@@ -84,8 +84,8 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
     hub.requests.append(f"{request.command} {path}")
     if fake_hub_writes.answer(request, hub, path, token):
         return None
-    about = re.fullmatch(r"/api/models/(team/[\w-]+)(?:/revision/(\w+)|/tree/(\w+))?", path)
-    file = re.fullmatch(r"/(team/[\w-]+)/resolve/(\w+)/(.+)", path)
+    about = re.fullmatch(r"/api/models/((?:team|meta-llama)/[\w.-]+)(?:/revision/(\w+)|/tree/(\w+))?", path)
+    file = re.fullmatch(r"/((?:team|meta-llama)/[\w.-]+)/resolve/(\w+)/(.+)", path)
     match = about or file
     if match is None:
         return reply(request, 404, b"{}")

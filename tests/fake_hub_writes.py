@@ -91,7 +91,7 @@ def answer(request: BaseHTTPRequestHandler, hub: Hub, path: str, token: str) -> 
     name = (match or batch)[1]  # type: ignore[index]
     repository = writes.repositories.get(name)
     if repository is None:
-        if request.command == "GET" and not name.startswith("team/"):
+        if request.command == "GET" and not name.startswith(("team/", "meta-llama/")):
             return no(404 if token else 401, "RepoNotFound")
         return False
     what = match[2] if match else "batch"

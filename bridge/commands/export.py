@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,14 @@ import click
 from bridge import places, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
-from bridge.commands import common
+from bridge.commands import common, pushing
 from bridge.commands.convert import warn_if_endless
 from bridge.errors import BridgeError, CheckpointError, UnsupportedError
 from bridge.model_spec import read_json
 
 if TYPE_CHECKING:
     from bridge.commands.checkpoint import Checkpoint
+    from bridge.converters.adapter_facts import AdapterFacts
     from bridge.converters.plan import Tensor
 
 
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="Of a QLoRA adapter: the base it was trained on, or the one before its quantization (another model).",
 )
-@click.option("--rank", type=int, help="Of an adapter without bridge.json.")
-@click.option("--alpha", type=float, help="Of an adapter without bridge.json.")
-@click.option("--targets", help="Of an adapter without bridge.json: q,k,v,o,gate,up,down.")
 @click.option(
     "--dtype",
     type=click.Choice(["source", "bfloat16", "float16", "float32"]),
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--memory", default="1GiB", show_default=True, help="Resident memory to stay below.")
 @click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
+@click.option("--push", metavar="REPO_ID", help="Upload the export to this repository of the hub; private when new.")
+@click.option("--public", is_flag=True, help="With --push: for everybody to see.")
+@adapters.options
 @common.spec_option
 @common.overwrite_option
 @common.dry_run_option
@@ -61,23 +64,29 @@ def command(
     out: Path | None,
     base: Path | None,
     merge_base: str,
-    rank: int | None,
-    alpha: float | None,
-    targets: str | None,
     dtype: str,
     max_shard_size: str,
     memory: str,
     step: int | None,
+    push: str | None,
+    public: bool,
     spec: Path | None,
     overwrite: bool,
     dry_run: bool,
+    about: adapters.Options,
 ) -> None:
     """Turn a checkpoint back into a complete Hugging Face folder, or an adapter into a PEFT folder.
 
     An adapter is merged into its base with --to hf.
 
     CHECKPOINT is a run, a step or a checkpoint folder; default: the newest run of the spec.
+
+    --push asks the hub first whether your login may write, and uploads at the end, in one commit, with a model card. An
+    export that is there already is compared with the checkpoint and pushed as it is.
     """
+    if public and push is None:
+        raise click.UsageError("--public goes with --push REPO_ID.")
+    target = pushing.ready(push, public) if push is not None else None
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
     found = checkpoints.find(workspace, checkpoint, base, step)
@@ -85,24 +94,57 @@ def command(
     if out is None and workspace is None:
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
     final = places.place(out if out is not None else workspace.export(form))  # type: ignore[union-attr]
+    if target is not None and isinstance(final, places.BucketPath):
+        raise UnsupportedError(f"{final} is in a bucket, --push takes a folder of this host", hint="--out DIR")
     shard_bytes, budget = common.parse_size(max_shard_size), common.parse_size(memory)
+    facts = None
+    make: Callable[[Path, bool], None]
     if found.tree.adapters:
-        facts = adapters.Options(rank, alpha, targets).facts(found)
+        facts = about.facts(found)
         folder = adapters.base_folder(found, facts, base, workspace) if form == "hf" else None
         if dry_run:
             click.echo(f"adapter of rank {facts.rank}, alpha {facts.alpha:g} on {', '.join(facts.targets)}: {final}")
-        elif folder is None:
-            adapters.write_peft(found, facts, final, overwrite)
+            return
+        if folder is None:
+            make = partial(adapters.write_peft, found, facts)
         else:
-            adapters.write_merged(found, facts, folder, final, dtype, shard_bytes, merge_base, overwrite)
+            make = partial(_merged, found, facts, folder, dtype, shard_bytes, merge_base)
+    else:
+        if form == "peft":
+            raise UnsupportedError(f"{found.chosen.item} holds full weights, no adapter", hint="bridge export --to hf")
+        tensors = target_tensors(found, dtype)
+        if dry_run:
+            show(found, tensors, final)
+            return
+        make = partial(_full, found, tensors, shard_bytes, budget)
+    if target is None:
+        make(final, overwrite)
         return
-    if form == "peft":
-        raise UnsupportedError(f"{found.chosen.item} holds full weights, no adapter", hint="bridge export --to hf")
-    tensors = target_tensors(found, dtype)
-    if dry_run:
-        show(found, tensors, final)
-        return
-    write(found, tensors, final, shard_bytes, budget, overwrite)
+    pushing.begin(target)
+    if final.exists() and not overwrite:
+        pushing.require_same(found, final, make, None if found.tree.adapters else tensors)
+    else:
+        make(final, overwrite)
+    pushing.push(target, final, found, form, facts)
+
+
+def _full(
+    found: Checkpoint, tensors: dict[str, Tensor], shard_bytes: int, memory: int, final: Path, overwrite: bool
+) -> None:
+    write(found, tensors, final, shard_bytes, memory, overwrite)
+
+
+def _merged(
+    found: Checkpoint,
+    facts: AdapterFacts,
+    base: Path,
+    dtype: str,
+    shard_bytes: int,
+    merge_base: str,
+    final: Path,
+    overwrite: bool,
+) -> None:
+    adapters.write_merged(found, facts, base, final, dtype, shard_bytes, merge_base, overwrite)
 
 
 def target_tensors(found: Checkpoint, dtype: str) -> dict[str, Tensor]:
