@@ -67,4 +67,15 @@ def command(preset: str | None, out: Path, as_list: bool, schema: bool) -> None:
         raise OutputError(f"{out} exists", hint="--out names another file") from error
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
-    common.say(f"written: {out}; set model.source and data.train, then: bridge convert --to maxtext")
+    common.say(f"written: {out}; {_next(known[name], name)}")
+
+
+def _next(text: str, name: str) -> str:
+    """What a preset still needs, and the command that follows."""
+    from bridge import hub, run_spec
+
+    spec = run_spec.parse(text, where=name)
+    files = [source for source in spec.data.train_names if source.endswith((".jsonl", ".parquet"))]
+    needed = "" if hub.is_id(spec.model.source) else f"put the model's folder at {spec.model.source}; "
+    needed += f"put your data in {', '.join(files)}; " if files else ""
+    return f"{needed}then: bridge convert --to {spec.engine} && bridge launch {spec.train.method}"

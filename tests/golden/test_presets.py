@@ -124,6 +124,26 @@ def test_the_list_has_one_line_a_preset() -> None:
     assert {f"llama3.1-{name}" for name in wanted} | {"llama3.2-1b-sft", "llama3.2-3b-sft"} <= set(PRESETS)
 
 
+@pytest.mark.parametrize(
+    ("preset", "says"),
+    [
+        (
+            "smollm2-135m",
+            "put the model's folder at model; put your data in data/train.jsonl; then: bridge convert --to",
+        ),
+        ("llama3.1-8b-qlora", "bridge.yaml; then: bridge convert --to tunix && bridge launch qlora\n"),
+        (
+            "llama3.2-1b-sft",
+            "put your data in data/train.jsonl; then: bridge convert --to maxtext && bridge launch sft\n",
+        ),
+    ],
+)
+def test_init_says_what_is_next(preset: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in run("init", preset).stderr
+    assert (tmp_path / "bridge.yaml").read_text() == PRESETS[preset]
+
+
 def notebook() -> str:
     """MaxText's own notebook of SFT on GPUs, from its wheel."""
     cells = json.loads(_of_maxtext("examples/sft_llama3_demo_gpu.ipynb"))["cells"]
