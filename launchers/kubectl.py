@@ -15,7 +15,7 @@ from pathlib import Path
 from bridge.errors import LaunchError
 from bridge.launchers.follow import Followed
 from bridge.launchers.pod_log import PodLog
-from bridge.launchers.pods import OF_JOBSET, End, Pod, changes, read_end, read_pods
+from bridge.launchers.pods import OF_JOBSET, End, Pod, changes, read_end, read_pods, read_suspension
 from bridge.launchers.supervise import Show, innocence, interrupted
 
 POLL = 5.0
@@ -44,9 +44,19 @@ class JobSet:
         return self.kubectl("get", kind, *arguments, "--output", "json", TIMEOUT)
 
     @property
+    def selector(self) -> str:
+        """What its pods have in common."""
+        return f"{OF_JOBSET}={self.name}"
+
+    @property
     def deletion(self) -> str:
         """How the user ends it."""
         return " ".join(self.kubectl("delete", "jobset", self.name))
+
+    @property
+    def sight(self) -> str:
+        """How the user sees its logs again."""
+        return " ".join(self.kubectl("logs", "--follow", "--selector", self.selector))
 
 
 def execute(text: str, jobset: JobSet, logs: Path, show: Show, verbose: bool) -> None:
@@ -76,9 +86,8 @@ def execute(text: str, jobset: JobSet, logs: Path, show: Show, verbose: bool) ->
     finally:
         watch.close()
     if end is None:
-        raise followed.stopped(
-            received[0], f"JobSet {jobset.namespace}/{jobset.name} goes on", hint=f"{jobset.deletion} ends it"
-        )
+        hint = f"{jobset.deletion} ends it; {jobset.sight} shows it again"
+        raise followed.stopped(received[0], f"JobSet {jobset.namespace}/{jobset.name} goes on", hint=hint)
     if end.kind != "Completed":
         raise failure(jobset, end, watch.pods, followed)
 
@@ -124,6 +133,7 @@ class _Watch:
         self._logs: dict[str, PodLog] = {}
         self._answered = time.monotonic()
         self._waiting = False
+        self._suspended: str | None = None
 
     @property
     def pods(self) -> tuple[Pod, ...]:
@@ -138,11 +148,14 @@ class _Watch:
         """
         jobset = self._jobset
         state = self._ask(jobset.get("jobset", jobset.name, "--ignore-not-found"))
-        listed = self._ask(jobset.get("pods", "--selector", f"{OF_JOBSET}={jobset.name}"))
+        listed = self._ask(jobset.get("pods", "--selector", jobset.selector))
         if state is None or listed is None:
             return None
         if not state.strip():
             raise LaunchError(f"JobSet {jobset.namespace}/{jobset.name} is gone: somebody has deleted it")
+        suspended, self._suspended = self._suspended, read_suspension(state)
+        if self._suspended not in (None, suspended):
+            self._followed.show(f"JobSet {jobset.namespace}/{jobset.name} waits: {self._suspended}")
         now = [pod for pod in read_pods(listed, jobset.pods_per_job) if pod.number < jobset.count]
         for line in changes(self.pods, now):
             self._followed.show(line)

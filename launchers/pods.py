@@ -107,6 +107,14 @@ def read_end(text: str) -> End | None:
     return None
 
 
+def read_suspension(text: str) -> str | None:
+    """Why the JobSet of `kubectl get jobset -o json` is held back, as by a queue; None where it is not."""
+    for each in json.loads(text).get("status", {}).get("conditions", []):
+        if each.get("status") == "True" and each.get("type") == "Suspended":
+            return each.get("message") or "suspended"
+    return None
+
+
 def changes(before: Sequence[Pod], after: Sequence[Pod]) -> list[str]:
     """What to tell of the difference: `pod 2: running`, those of one new state together."""
     known = {pod.name: pod.state for pod in before}

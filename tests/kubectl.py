@@ -1,9 +1,9 @@
 """A `kubectl` for machines without a cluster: the commands that bridge uses, as kubectl spells them, and pods that run.
 
-Put a script that runs this file first on PATH (`install` does) and name a folder in KUBE_STATE. An applied
-JobSet's pods are processes of this machine: the container's own command with the environment that the manifest gives
-it. What a cluster would do otherwise is told by files in the folder: `pending` (no pod starts while it exists), `break`
-(the next stream of logs breaks off after a line), `down` (no answer).
+Put a script that runs this file first on PATH and name a folder in KUBE_STATE (`install` does). An applied JobSet's
+pods are processes of this machine: the container's own command with the environment that the manifest gives it. What a
+cluster would do otherwise is told by files in the folder: `pending` (no pod starts while it exists), `suspended`
+(beside it: so says the set), `break` (the next stream of logs breaks off after a line), `down` (no answer).
 """
 
 from __future__ import annotations
@@ -184,14 +184,16 @@ def jobset(name: str) -> dict[str, Any]:
     if manifest["metadata"]["name"] != name:
         raise LookupError(f'jobsets.jobset.x-k8s.io "{name}" not found')
     phases = [pod_status(each.stem)["status"]["phase"] for each in STATE.glob("*.pod")]
-    if "Failed" in phases:
+    if (STATE / "suspended").exists():
+        condition = {"type": "Suspended", "status": "True", "message": "jobset is suspended"}
+    elif "Failed" in phases:
         end_all()
         condition = {"type": "Failed", "status": "True", "message": "jobset failed due to one or more job failures"}
     elif set(phases) == {"Succeeded"}:
         condition = {"type": "Completed", "status": "True", "message": "jobset completed successfully"}
     else:
         return manifest
-    return {**manifest, "status": {"conditions": [{"type": "Suspended", "status": "False"}, condition]}}
+    return {**manifest, "status": {"conditions": [{"type": "StartupPolicyCompleted", "status": "False"}, condition]}}
 
 
 def end_all() -> None:

@@ -114,6 +114,21 @@ def calls(cluster: Path) -> list[list[str]]:
     return [json.loads(line) for line in (cluster / "calls").read_text().splitlines()]
 
 
+def test_a_set_that_waits_in_a_queue_says_so(tmp_path: Path, cluster: Path) -> None:
+    for name in ("pending", "suspended"):
+        (cluster / name).touch()
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if "ImagePullBackOff" in line:
+            for name in ("pending", "suspended"):
+                (cluster / name).unlink()
+
+    kubectl.execute(manifest(tmp_path, ""), RUN, tmp_path / "logs", show, False)
+    assert shown.count("JobSet ns/r waits: jobset is suspended") == 1
+
+
 def test_the_first_failed_pod_is_the_error(tmp_path: Path, cluster: Path) -> None:
     del cluster
     program = "if rank == 0: time.sleep(60)\nprint('the cause', flush=True)\nsys.exit(3)"
@@ -169,7 +184,7 @@ def test_ctrl_c_leaves_the_jobset_and_says_how_to_end_it(tmp_path: Path, cluster
     assert popen.returncode == 130, text
     assert time.monotonic() - start < 5
     assert "SIGINT: JobSet ns/r goes on" in text
-    assert "kubectl --namespace ns delete jobset r ends it" in text
+    assert "kubectl --namespace ns delete jobset r ends it; kubectl --namespace ns logs --follow --selector" in text
     assert len(list(cluster.glob("*.pid"))) == 2
     assert not list(cluster.glob("*.end"))
     assert not [line for line in command_lines() if str(tmp_path) in line and "--follow" in line]
