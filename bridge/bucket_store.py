@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,9 @@ def store() -> Any:
     emulator = os.environ.get(EMULATOR)
     if emulator:
         os.environ.setdefault(TENSORSTORE_EMULATOR, emulator)
-    return GCSFileSystem(use_listings_cache=False)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it says with a traceback is said below in a sentence
+    token = "anon" if emulator else None
+    return GCSFileSystem(token=token, use_listings_cache=False, skip_instance_cache=True)
 
 
 @contextlib.contextmanager
@@ -54,5 +57,5 @@ def answered(path: object) -> Iterator[None]:
         if str(getattr(error, "code", "")) == "412":
             raise FileExistsError(17, "the object exists", str(path)) from error
         raise AccessError(f"{path}: the bucket answered: {error}", hint=LOGIN) from error
-    except (OSError, ClientError, GoogleAuthError) as error:
+    except (OSError, ValueError, ClientError, GoogleAuthError) as error:
         raise AccessError(f"{path} cannot be reached: {error}", hint=LOGIN) from error

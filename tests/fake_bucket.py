@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from bridge import bucket_store
 
 NAME = "bridge-test"
 
@@ -30,8 +35,22 @@ class Bucket:
     def env(self) -> dict[str, str]:
         """An environment for a process that shall see this bucket in the place of Google's."""
         left_out = ("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_APPLICATION_CREDENTIALS")
-        own = {"STORAGE_EMULATOR_HOST": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+        own = {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
         return {**{name: value for name, value in os.environ.items() if name not in left_out}, **own}
+
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+        """Empty it, and let this process see it, too."""
+        for name in self.names():
+            self.delete(name)
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(bucket_store.TENSORSTORE_EMULATOR, self.url)
+        bucket_store.store.cache_clear()
+        return self
 
     def names(self, prefix: str = "") -> list[str]:
         """Every object whose name begins so, in order."""
@@ -53,6 +72,20 @@ class Bucket:
         """Take an object away."""
         self.storage.delete_file(NAME, name)
 
+    def fetch(self, prefix: str, folder: Path) -> Path:
+        """A copy of the objects below a prefix, as a folder."""
+        for name in self.names(f"{prefix}/"):
+            file = folder / name.removeprefix(f"{prefix}/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.read(name))
+        return folder
+
+    def put(self, folder: Path, prefix: str) -> str:
+        """Copy a folder below a prefix; returns its address."""
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            self.write(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
+        return f"gs://{NAME}/{prefix}"
+
 
 @contextmanager
 def serve() -> Iterator[Bucket]:
@@ -63,6 +96,7 @@ def serve() -> Iterator[Bucket]:
     _complete()
     running = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket=NAME)
     running.start()
+    running._api._httpd.handle_error = lambda *_: None  # a client that hangs up
     port = running._api._httpd.server_address[1]
     try:
         yield Bucket(f"http://127.0.0.1:{port}", running._storage)
