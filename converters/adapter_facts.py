@@ -169,10 +169,12 @@ def facts_from_options(
             )
         agreed[name] = said[0][1] if said else None
     missing = [f"--{name}" for name in ("rank", "alpha", "targets") if agreed[name] is None]
+    if agreed["quantization"] == "nf4" and agreed["tile_size"] is None:
+        missing.append("--tile-size")
     if missing:
         raise CheckpointError(
             f"the checkpoint has no bridge.json that says {', '.join(name[2:] for name in missing)} of its adapter",
-            hint=f"say it: {' '.join(f'{name} {name[2:].upper()}' for name in missing)}",
+            hint=f"say it: {' '.join(f'{name} {name[2:].upper().replace("-", "_")}' for name in missing)}",
         )
     if agreed["quantization"] == "none":
         agreed["quantization"] = None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
 
 from bridge import places, sidecar
 from bridge.commands import common
 from bridge.errors import CheckpointError
-from bridge.model_spec import ModelSpec, read_json
+from bridge.model_spec import FLOAT_DTYPES, ModelSpec, read_json
 from bridge.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -27,6 +30,9 @@ class Options:
     rank: int | None = None
     alpha: float | None = None
     targets: str | None = None
+    quantization: Literal["nf4"] | None = None
+    tile_size: int | None = None
+    base_dtype: str | None = None
 
     def facts(self, found: Checkpoint) -> AdapterFacts:
         """The adapter's facts.
@@ -38,30 +44,72 @@ class Options:
         from bridge.converters.adapters import measure_checkpoint
 
         recorded = found.facts.adapter if found.facts else None
+        own = recorded_by_engine(found.chosen.item)
+        if recorded is None and self.quantization is None and "quantization" not in own:
+            common.say(
+                f"{found.chosen.item} has no {sidecar.FILE}: taken as trained on a base that was not quantized "
+                "(else say --quantization nf4 --tile-size N)"
+            )
         return facts_from_options(
             self.rank,
             self.alpha,
             [part.strip() for part in self.targets.split(",")] if self.targets else None,
             recorded=AdapterFacts.from_json(recorded) if recorded else None,
             measured=measure_checkpoint(found.chosen.item, found.model, found.engine, found.tree.scanned),
-            engine=recorded_by_engine(found.chosen.item),
+            engine=own,
+            quantization=self.quantization,
+            tile_size=self.tile_size,
+            base_dtype=self.base_dtype,
         )
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """Click options that say what an adapter without `bridge.json` is; the command gets them as `about`: `Options`."""
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        about = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
+        command(**values, about=about)
+
+    without = "Of an adapter without bridge.json."
+    for option in (
+        click.option("--base-dtype", type=click.Choice(FLOAT_DTYPES), help="The same: dtype of the quantized weights."),
+        click.option("--tile-size", type=int, help="The same: inputs that share an NF4 scale."),
+        click.option("--quantization", type=click.Choice(["nf4"]), help="The same: how its base was held in training."),
+        click.option("--targets", help=f"{without[:-1]}: q,k,v,o,gate,up,down."),
+        click.option("--alpha", type=float, help=without),
+        click.option("--rank", type=int, help=without),
+    ):
+        with_options = option(with_options)
+    return with_options
 
 
 def base_folder(found: Checkpoint, facts: AdapterFacts, base: Path | None, workspace: Workspace | None) -> Path:
     """The Hugging Face folder of the base model.
 
     Raises:
-        CheckpointError: it is not at hand.
+        CheckpointError: it is not at hand, or not the one that the adapter was trained on.
     """
     origin = facts.base or (str(found.facts.source.get("origin")) if found.facts else "")
     if base is not None:
-        return base
-    if origin and places.place(origin).is_dir():
-        return places.place(origin)
-    if workspace is not None:
-        return workspace.model_folder()
-    raise CheckpointError(f"the base model {origin or ''} is not at hand", hint="--base DIR names its folder")
+        folder = base
+    elif workspace is not None and workspace.run.model.source == origin:
+        # A relative path starts at the spec's folder, not at the current one.
+        folder = workspace.model_folder()
+    elif origin and places.place(origin).is_dir():
+        folder = places.place(origin)
+    elif workspace is not None:
+        folder = workspace.model_folder()
+    else:
+        raise CheckpointError(f"the base model {origin or ''} is not at hand", hint="--base DIR names its folder")
+    recorded = found.facts.source.get("config") if found.facts else None
+    config = folder / "config.json"
+    if recorded and config.is_file() and sidecar.sha256(config.read_bytes()) != recorded:
+        raise CheckpointError(
+            f"{folder} has another config.json than the base that the adapter was trained on",
+            hint="--base DIR names the folder that was converted",
+        )
+    return folder
 
 
 def write_peft(found: Checkpoint, facts: AdapterFacts, final: Path, overwrite: bool) -> None:
@@ -143,7 +191,11 @@ def convert_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final
             model=model,
             scanned=scanned,
             method="lora" if facts.quantization is None else "qlora",
-            source={"origin": str(base.absolute()), "adapter": str(adapter.absolute())},
+            source={
+                "origin": str(base.absolute()),
+                "adapter": str(adapter.absolute()),
+                "config": sidecar.sha256((base / "config.json").read_bytes()),
+            },
             adapter={**facts.to_json(), "base": str(base.absolute())},
         ).write(folder)
         sidecar.copy_side_files(base, folder / sidecar.HF)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
-from bridge.commands import common
-from bridge.commands.forward import forward_pass
-from bridge.errors import SpecError, UnsupportedError
+from bridge.commands import common, verify_adapter
+from bridge.commands.forward import adapted_pass, forward_pass
+from bridge.errors import SpecError
 from bridge.model_spec import read_json
+
+if TYPE_CHECKING:
+    from bridge.commands.checkpoint import Checkpoint
+    from bridge.commands.workspace import Workspace
+    from bridge.converters.parity.compare import Forward
 
 
 @click.command(epilog=common.examples('bridge generate --prompt "Who are you?"'))
@@ -21,18 +30,26 @@ from bridge.model_spec import read_json
 @common.engine_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
+@click.option("--base", type=common.folder_type, help="HF folder of the base, for a checkpoint without bridge.json.")
+@adapters.options
 @common.spec_option
 def command(
-    checkpoint: Path | None, prompt: str, engine: str | None, max_new_tokens: int, step: int | None, spec: Path | None
+    checkpoint: Path | None,
+    prompt: str,
+    engine: str | None,
+    max_new_tokens: int,
+    step: int | None,
+    base: Path | None,
+    spec: Path | None,
+    about: adapters.Options,
 ) -> None:
     """Answer a prompt with the engine's own model: greedy, in f32 on the CPU, without a cache.
 
     A look at a checkpoint before it is exported; to serve it, export it. CHECKPOINT as for `bridge export`.
     """
     common.on_cpu()
-    found = checkpoints.find(common.maybe_workspace(spec), checkpoint, None, step, engine)
-    if found.tree.adapters:
-        raise UnsupportedError(f"{found.chosen.item} holds adapters", hint="merge them first: bridge export --to hf")
+    workspace = common.maybe_workspace(spec)
+    found = checkpoints.find(workspace, checkpoint, base, step, engine)
     common.say(f"generating with {found.chosen.item} ({found.chosen.reason})")
     from bridge.launchers.tokenizer import load_tokenizer
 
@@ -42,7 +59,7 @@ def command(
         raise SpecError(f"{len(ids)} + {max_new_tokens} tokens exceed the model's {found.model.context} positions")
     from bridge.converters.parity.greedy import generate
 
-    with forward_pass(found, found.chosen.item, len(ids) + max_new_tokens) as forward:
+    with model_of(found, about, base, workspace, len(ids) + max_new_tokens) as forward:
         times: list[float] = []
         ends = end_ids(found.hf, tokenizer)
         made = generate(forward, ids, ends, max_new_tokens, lambda _: times.append(time.monotonic()))
@@ -50,6 +67,23 @@ def command(
     if len(times) > 1:
         rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
         common.say(f"{len(made)} tokens, {rate:.1f} a second after the first")
+
+
+@contextlib.contextmanager
+def model_of(
+    found: Checkpoint, about: adapters.Options, base: Path | None, workspace: Workspace | None, longest: int
+) -> Iterator[Forward]:
+    """The engine's forward pass of a full checkpoint, or of an adapter's on its base."""
+    if not found.tree.adapters:
+        with forward_pass(found, found.chosen.item, longest) as forward:
+            yield forward
+        return
+    facts = about.facts(found)
+    folder = adapters.base_folder(found, facts, base, workspace)
+    with tempfile.TemporaryDirectory(prefix="bridge-generate-") as temporary:
+        tree = verify_adapter.base_tree(found, folder, workspace, Path(temporary))
+        with adapted_pass(found, facts, tree, longest) as forward:
+            yield forward
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:

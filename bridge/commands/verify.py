@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bridge import places
+from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
 from bridge.commands import common
 from bridge.commands.forward import forward_pass
@@ -30,17 +31,20 @@ if TYPE_CHECKING:
 )
 @click.argument("checkpoint", required=False, type=common.place_type)
 @click.option("--reference", type=common.folder_type, help="HF folder to compare with.")
+@click.option("--base", type=common.folder_type, help="HF folder of the base, for an adapter without bridge.json.")
 @click.option("--engine", type=click.Choice(["maxtext", "tunix", "hf"]), help="Whose checkpoint; default: found out.")
 @click.option("--exact", is_flag=True, help="Compare weights bit by bit instead of logits.")
 @click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True)
 @click.option("--tolerance", type=float, help="Of max |Δlogit|; default: max(1e-4, 8 |PyTorch f32 - f64|).")
 @click.option("--step", type=int, help="Default: the best by eval loss, else the newest.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page with pictures.")
+@adapters.options
 @common.spec_option
 @common.json_option
 def command(
     checkpoint: Path | None,
     reference: Path | None,
+    base: Path | None,
     engine: str | None,
     exact: bool,
     tokens: int,
@@ -49,6 +53,7 @@ def command(
     report: Path | None,
     spec: Path | None,
     as_json: bool,
+    about: adapters.Options,
 ) -> None:
     """Prove a checkpoint: the engine's f32 logits against PyTorch's. Exit code 1 when it fails.
 
@@ -63,11 +68,13 @@ def command(
         ok, result, profile = verify_folders(checkpoint, reference, tokens, tolerance, exact)
         names = (str(checkpoint), str(reference))
     else:
-        found = checkpoints.find(workspace, checkpoint, None, step, engine)
+        found = checkpoints.find(workspace, checkpoint, base, step, engine)
         if found.tree.adapters:
             from bridge.commands import verify_adapter
 
-            verify_adapter.run(found, workspace, reference, tokens, tolerance, exact, as_json, report)
+            facts = about.facts(found)
+            folder = adapters.base_folder(found, facts, base, workspace)
+            verify_adapter.run(found, facts, folder, workspace, reference, tokens, tolerance, exact, as_json, report)
             return
         folder = reference or default_reference(found, workspace)
         names = (str(found.chosen.item), str(folder))

@@ -24,6 +24,8 @@ SHARD_BYTES = 5_000_000_000
 
 def run(
     found: Checkpoint,
+    facts: AdapterFacts,
+    base: Path,
     workspace: Workspace | None,
     reference: Path | None,
     tokens: int,
@@ -34,10 +36,9 @@ def run(
 ) -> None:
     """Compare, show the result, and end with exit code 1 when it fails.
 
-    With `exact`, a merged export (`reference`, or `export/hf`) is compared bit by bit with the merge made anew.
+    `base` is the Hugging Face folder of the model that was adapted, and `facts` are the adapter's. With `exact`, a
+    merged export (`reference`, or `export/hf`) is compared bit by bit with the merge made anew.
     """
-    facts = adapters.Options().facts(found)
-    base = adapters.base_folder(found, facts, None, workspace)
     common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) on its base {base}")
     profile = None
     with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
@@ -50,7 +51,8 @@ def run(
             result = same_bits(folder, merged)
         else:
             merge(found, facts, base, merged, "float32")
-            result, profile = compare(found, facts, merged, converted(found, workspace), tokens, tolerance)
+            tree = base_tree(found, base, workspace, Path(temporary) / "base")
+            result, profile = compare(found, facts, merged, tree, tokens, tolerance)
     if report is not None:
         write_report(report, (str(found.chosen.item), f"{base}, with the adapter merged"), result, profile)
     if as_json:
@@ -72,6 +74,18 @@ def converted(found: Checkpoint, workspace: Workspace | None) -> Path:
     Raises:
         CheckpointError: it is not at hand.
     """
+    places = converted_places(found, workspace)
+    for tree in existing_trees(found, places):
+        return tree
+    raise CheckpointError(
+        f"the converted base of {found.chosen.item} is not at hand",
+        details=[str(place) for place in places],
+        hint=f"bridge convert --to {found.engine}",
+    )
+
+
+def converted_places(found: Checkpoint, workspace: Workspace | None) -> list[Path]:
+    """The steps in which the converted base may lie."""
     from bridge.launchers import run_file
 
     places = []
@@ -79,14 +93,31 @@ def converted(found: Checkpoint, workspace: Workspace | None) -> Path:
         places.append(Path(run_file.RunFile.read(found.chosen.home).checkpoint))
     if workspace is not None:
         places.append(workspace.converted(found.engine) / "0")
-    for place in places:
-        if (place / found.table.item / "_METADATA").is_file():
-            return place / found.table.item
-    raise CheckpointError(
-        f"the converted base of {found.chosen.item} is not at hand",
-        details=[str(place) for place in places],
-        hint=f"bridge convert --to {found.engine}",
-    )
+    return places
+
+
+def existing_trees(found: Checkpoint, places: list[Path]) -> list[Path]:
+    """The trees of the steps that are there."""
+    return [place / found.table.item for place in places if (place / found.table.item / "_METADATA").is_file()]
+
+
+def base_tree(found: Checkpoint, base: Path, workspace: Workspace | None, temporary: Path) -> Path:
+    """The converted base where it is at hand, else one made anew from its Hugging Face folder."""
+    from bridge.converters import check
+    from bridge.converters.hf_store import HfSource
+    from bridge.converters.orbax_store import TreeSink
+    from bridge.converters.transfer import Budget, import_checkpoint
+
+    for tree in existing_trees(found, converted_places(found, workspace)):
+        return tree
+    common.say(f"converting {base} for {found.engine}: its converted checkpoint is not at hand ...")
+    sink = TreeSink(temporary / "0", found.table.item)
+    with HfSource(base) as source:
+        check.source(found.plan, source, found.table, found.model)
+        import_checkpoint(found.plan, found.model, source, sink, "source", Budget(1 << 30))
+    sink.scalars(found.table.extra)
+    sink.finish({"scan_layers": found.tree.scanned} if found.engine == "maxtext" else {})
+    return sink.folder
 
 
 def compare(
