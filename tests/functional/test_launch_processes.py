@@ -25,6 +25,11 @@ def maxtext(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return make_workplace(tmp_path_factory.mktemp("launch"), "maxtext")
 
 
+@pytest.fixture(scope="module")
+def tunix(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return make_workplace(tmp_path_factory.mktemp("launch"), "tunix")
+
+
 @pytest.mark.slow
 def test_killed_resumed_and_stopped_is_as_one_process(maxtext: Workplace) -> None:
     """MaxText SFT on two processes; one process without a break, with the same global batch, is the reference."""
@@ -47,11 +52,11 @@ def test_killed_resumed_and_stopped_is_as_one_process(maxtext: Workplace) -> Non
     same_weights(maxtext, last)
 
 
-def kill_one(workplace: Workplace, two: tuple[str, ...], after: int) -> None:
+def kill_one(workplace: Workplace, two: tuple[str, ...], after: int, run: str = "two") -> None:
     """SIGKILL to process 1: all ends within seconds, and it is named."""
     popen = workplace.start(*two)
-    workplace.wait_for_step("two", after, popen)
-    run_dir = workplace.folder / "runs" / "two"
+    workplace.wait_for_step(run, after, popen)
+    run_dir = workplace.folder / "runs" / run
     first, second = (process_of(run_dir, number) for number in (0, 1))
     os.kill(second, signal.SIGKILL)
     start = time.monotonic()
@@ -100,8 +105,8 @@ def same_weights(workplace: Workplace, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_tunix_lora_on_two_processes(tmp_path: Path) -> None:
-    workplace = make_workplace(tmp_path, "tunix")
+def test_tunix_lora_on_two_processes(tunix: Workplace) -> None:
+    workplace = tunix
     steps = ("train.steps=6", "train.save_every=3")
     workplace.bridge("launch", "lora", *steps, "train.batch_per_device=4", "--run", "one")
     # As torchrun starts them: the same command once a process.
@@ -118,6 +123,24 @@ def test_tunix_lora_on_two_processes(tmp_path: Path) -> None:
     assert two[6] < two[1]
     workplace.bridge("export", "--to", "peft", "runs/two/checkpoints/6", "--out", "adapter")
     assert (workplace.folder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_tunix_lora_killed_and_resumed(tunix: Workplace) -> None:
+    lora = ("launch", "lora", "train.save_every=3")
+    kill_one(tunix, (*lora, "train.steps=2000", "--processes", "2", "--run", "killed"), after=4, run="killed")
+    saved, before = newest(tunix, "killed"), len(tunix.steps("killed"))
+    assert saved >= 3
+    last = saved + 2
+    text = tunix.bridge(*lora, f"train.steps={last}", "--processes", "2", "--run", "killed", "--resume")
+    assert f"resuming killed at step {saved} of {last}" in text
+    assert tunix.steps("killed")[before:] == [saved + 1, last]
+    tunix.bridge(*lora, f"train.steps={last}", "train.batch_per_device=4", "--run", "whole")
+    whole, killed = tunix.losses("whole"), tunix.losses("killed")
+    both = [step for step in sorted(whole) if step <= last]
+    assert both == list(range(1, last + 1))
+    # As above; what a resume loses or repeats would show in the last two.
+    np.testing.assert_allclose([killed[k] for k in both], [whole[k] for k in both], rtol=4e-3)
 
 
 def test_a_busy_port_is_an_error_at_once(maxtext: Workplace) -> None:
@@ -144,6 +167,13 @@ def test_an_unknown_flag_starts_nothing(maxtext: Workplace) -> None:
     text = maxtext.bridge("launch", "sft", "cluster.xla_flags=[--xla_no_such=1]", "--run", "flag", code=1)
     assert "XLA does not know these flags\n  --xla_no_such=1" in text
     assert not (maxtext.folder / "runs" / "flag").exists()
+
+
+def test_both_names_of_the_memory_fraction_start_nothing(maxtext: Workplace) -> None:
+    old = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    text = maxtext.bridge("launch", "sft", "cluster.memory_fraction=0.5", "--run", "memory", code=1, **old)
+    assert "XLA_CLIENT_MEM_FRACTION=0.5 and its old name XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 are both set" in text
+    assert not (maxtext.folder / "runs" / "memory").exists()
 
 
 def test_nothing_is_left_running(maxtext: Workplace) -> None:

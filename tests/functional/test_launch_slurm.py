@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import system
+from hf_configs import changed
 from launch_runs import make_workplace
-from processes import wait_for
+from processes import shim_env, wait_for
 
 from bridge.errors import LaunchError
 from bridge.launchers import slurm, tunix
@@ -138,6 +140,26 @@ def test_ctrl_c_cancels_the_job(cluster: None, tmp_path: Path) -> None:
     assert popen.returncode == 130, text
     assert "SIGINT: slurm job" in text
     assert wait_for(idle, 20)
+
+
+def test_bridge_launch_inside_of_a_step(cluster: None, tmp_path: Path) -> None:
+    """`srun bridge launch`: the variables that Slurm really sets are understood, in each task."""
+    del cluster
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(changed()))
+    (tmp_path / "bridge.yaml").write_text("model: {source: hf}\ndata: {train: train.jsonl}\n")
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--label", f"--chdir={tmp_path}"]
+    argv = [*srun, sys.executable, "-m", "bridge", "launch", "sft", "--dry-run", "--devices", "1"]
+    env = {**shim_env(), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for task in range(2):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"{task}: ") and "shim" in line]
+        assert len(lines) == 2
+        ports = {re.search(rf"BRIDGE_COORDINATOR={NODES[0]}:(\d+) ", line)[1] for line in lines}  # type: ignore[index]
+        assert len(ports) == 1
+        assert 61440 < int(ports.pop()) < 65536
+        assert [f"BRIDGE_PROCESS_ID={number} " in lines[number] for number in range(2)] == [True, True]
 
 
 @pytest.mark.slow
