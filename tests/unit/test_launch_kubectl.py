@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kubectl as stand_in
-import kubernetes_validate
 import pytest
 from processes import shim_env, wait_for
 
@@ -22,7 +21,6 @@ from bridge.launchers import jobset, kubectl, tunix
 from bridge.launchers.cluster import describe
 from bridge.launchers.kubectl import JobSet
 from bridge.launchers.plan import Site
-from bridge.launchers.pods import Pod, changes, read_end, read_pods
 from bridge.run_spec import parse
 
 RUN = JobSet("r", "ns", 2, 2)
@@ -264,64 +262,3 @@ def test_kubectl_that_refuses_or_is_missing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", "/no/such/folder")
     with pytest.raises(LaunchError, match="there is no kubectl on PATH"):
         kubectl.execute("", RUN, tmp_path / "logs", print, False)
-
-
-def item(name: str, job: int, index: int, **status: object) -> dict[str, object]:
-    """A Pod as the API shows it, judged by Kubernetes' own schema."""
-    labels = {"jobset.sigs.k8s.io/jobset-name": "r", "jobset.sigs.k8s.io/job-index": str(job)}
-    annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
-    spec = {"containers": [{"name": "engine", "image": "i"}], "nodeName": "node-1"}
-    metadata = {"name": name, "labels": labels, "annotations": annotations}
-    found = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": status}
-    kubernetes_validate.validate(found, "1.30", strict=True)
-    return found
-
-
-def engine(**state: object) -> list[dict[str, object]]:
-    common = {"ready": False, "restartCount": 0, "image": "i", "imageID": ""}
-    return [
-        {"name": "gke-gcsfuse-sidecar", "state": {"terminated": {"exitCode": 1}}, **common},
-        {"name": "engine", "state": state, **common},
-    ]
-
-
-def test_states_of_pods() -> None:
-    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes"}
-    killed = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}
-    items = [
-        item("d", 1, 1, phase="Failed", reason="Evicted"),
-        item("c", 1, 0, phase="Failed", containerStatuses=engine(terminated=killed)),
-        item("b", 0, 1, phase="Running", containerStatuses=engine(running={"startedAt": "2026-01-01T00:00:00Z"})),
-        item("a", 0, 0, phase="Pending", conditions=[unschedulable]),
-        item("e", 2, 0, phase="Pending", containerStatuses=engine(waiting={"reason": "ContainerCreating"})),
-    ]
-    pods = read_pods(json.dumps({"items": items}), 2)
-    assert [(pod.number, pod.name, pod.state) for pod in pods] == [
-        (0, "a", "pending (Unschedulable: 0/4 nodes)"),
-        (1, "b", "running"),
-        (2, "c", "failed (exit code 137, OOMKilled)"),
-        (3, "d", "failed (Evicted)"),
-        (4, "e", "pending"),
-    ]
-    assert [pod.failed for pod in pods] == [False, False, True, True, False]
-    assert (pods[2].killed, pods[2].ended, pods[2].node) == (True, "2026-01-01T00:00:00Z", "node-1")
-
-
-def test_changes_are_told_together() -> None:
-    pods = [Pod(f"p{n}", n, "Running") for n in range(5)]
-    assert changes([], pods) == ["pods 0-4: running"]
-    later = [*pods[:2], *(Pod(f"p{n}", n, "Succeeded") for n in (2, 4)), pods[3]]
-    assert changes(pods, later) == ["pods 2, 4: succeeded"]
-    assert changes(later, later) == []
-
-
-def test_ends_of_jobsets() -> None:
-    def end(kind: str, status: str) -> object:
-        condition = {"type": kind, "status": status, "message": "why"}
-        return read_end(json.dumps({"status": {"conditions": [condition]}}))
-
-    assert read_end(json.dumps({"metadata": {}})) is None
-    assert end("Suspended", "True") is None
-    assert end("Failed", "False") is None
-    assert getattr(end("Failed", "True"), "message", None) == "why"
-    assert getattr(end("Completed", "True"), "kind", None) == "Completed"
