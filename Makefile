@@ -44,9 +44,9 @@ format: setup ## let ruff fix and format what it can
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-bench: setup ## run the benchmarks of benchmarks/ (SIZE=... chooses the size)
+bench: setup ## run the benchmarks of benchmarks/ (SIZE=tiny, 1b, 8b, 70b, 405b)
 	@test -f benchmarks/run.py || { echo "bench: benchmarks/run.py, which holds the benchmarks, is not in this checkout" >&2; exit 1; }
-	$(PYTHON) benchmarks/run.py $(if $(SIZE),--size $(SIZE))
+	$(PYTHON) benchmarks/run.py $(if $(SIZE),--size $(SIZE)) $(ARGS)
 
 golden: setup ## write the golden files anew; read the diff before committing it
 	$(PYTHON) -m pytest tests/golden --update-golden $(ARGS)

@@ -1,9 +1,16 @@
-"""Convert and export against `cp -r` and `sync` of the same bytes, in pairs, in one run: ratios, not seconds.
+"""All benchmarks of a size, in one run: ratios, not seconds. Prints tables, writes JSON.
 
-    python benchmarks/run.py --size tiny|1b|8b [--pairs 3] [--engine maxtext|tunix] [--peers] [--out FILE.json]
+    python benchmarks/run.py --size tiny|1b|8b|70b|405b [--engine maxtext|tunix] [--pairs 3] [--parts PART ...]
 
-The machine may be shared: each figure is the median over pairs that ran one after the other. `--peers` times MaxText's
-own converter on the same folder, where its table of known models allows it.
+    pairs     convert and export against `cp -r` and `sync` of the same bytes, one after the other; the source in the
+              page cache, which is the worst case for us, or with --cold read from the disk
+    forms     the other ways to convert: Tunix, unscanned, compressed, with --check; peak memory
+    peers     MaxText's and Tunix's own tools on the same folder
+    restore   stock Orbax onto 8 simulated devices: our checkpoint, and the one MaxText's converter wrote
+    starts    how soon `--help`, `inspect` and `--dry-run` answer, and what `bridge launch` adds to an engine
+    scale     sparse files: holes are read as zeros, zeros are written as holes; whole conversion and export
+
+70b and 405b are measured with `scale` alone. The machine may be shared: each figure is the median over pairs.
 """
 
 from __future__ import annotations
@@ -12,144 +19,177 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import overhead
+import peers
 import shapes
+from measure import BRIDGE, ENV, Cost, copy, measure, scratch, warm
 
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One command: wall and processor seconds, peak resident memory in bytes."""
-
-    wall: float
-    cpu: float
-    peak: int
-
-
-def measure(argv: list[str]) -> Cost:
-    """Run a command to its end; it must succeed."""
-    begun = time.perf_counter()
-    child = subprocess.Popen(argv, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    text = child.stderr.read() if child.stderr else b""
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with {child.returncode}:\n{text.decode()[-2000:]}")
-    return Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+PARTS = {
+    "tiny": ["pairs", "forms", "peers", "restore", "starts"],
+    "1b": ["pairs", "forms", "peers", "restore", "starts"],
+    "8b": ["pairs"],
+    "70b": ["scale"],
+    "405b": ["scale"],
+}
+FORMS = {
+    "MaxText": ["--to", "maxtext"],
+    "MaxText, unscanned": ["--to", "maxtext", "--unscanned"],
+    "MaxText, --check": ["--to", "maxtext", "--check"],
+    "MaxText, zstd:1": ["--to", "maxtext", "--compression", "zstd:1"],
+    "MaxText, zstd:3": ["--to", "maxtext", "--compression", "zstd:3"],
+    "Tunix": ["--to", "tunix"],
+    "Tunix, --check": ["--to", "tunix", "--check"],
+}
 
 
-def copy(source: Path, target: Path) -> Cost:
-    """`cp -r` and `sync` of the copied files, which is what writing safely costs."""
-    return measure(["sh", "-c", f"cp -r '{source}' '{target}' && find '{target}' -type f -exec sync {{}} +"])
+def start_up(folder: Path) -> float:
+    """Seconds before and after the bytes: a whole conversion of a tiny model, imports and all."""
+    source = shapes.write(folder / "start", "tiny")
+    argv = [*BRIDGE, "convert", str(source), "--to", "maxtext", "--out", str(folder / "start-out")]
+    walls = []
+    for _ in range(3):
+        walls.append(measure(argv).wall)
+        shutil.rmtree(folder / "start-out")
+    return statistics.median(walls)
 
 
-@contextmanager
-def scratch(parent: Path) -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="bridge-bench-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def start_up() -> float:
-    """Seconds that any conversion spends before its first byte: imports, measured on the dry run."""
-    with scratch(Path(tempfile.gettempdir())) as folder:
-        source = shapes.write(folder / "source", "tiny")
-        return measure(
-            [*BRIDGE, "convert", str(source), "--to", "maxtext", "--out", str(folder / "x"), "--dry-run"]
-        ).wall
-
-
-BRIDGE = [sys.executable, "-m", "bridge"]
-
-
-def pairs(source: Path, engine: str, count: int, folder: Path) -> dict[str, list[dict[str, Cost]]]:
+def pairs(source: Path, engine: str, count: int, folder: Path, cold: bool) -> dict[str, list[dict[str, Cost]]]:
     """`count` pairs of (copy, convert) and of (copy, export); every output is removed as soon as it is measured."""
     found: dict[str, list[dict[str, Cost]]] = {"convert": [], "export": []}
+    checkpoint, copied, back = folder / "checkpoint", folder / "copied", folder / "back"
     for _ in range(count):
-        checkpoint, copied, back = folder / "checkpoint", folder / "copied", folder / "back"
-        pair = {"copy": copy(source, copied)}
-        shutil.rmtree(copied)
-        pair["bridge"] = measure([*BRIDGE, "convert", str(source), "--to", engine, "--out", str(checkpoint)])
-        found["convert"].append(pair)
-        pair = {"copy": copy(checkpoint, copied)}
-        shutil.rmtree(copied)
-        pair["bridge"] = measure([*BRIDGE, "export", str(checkpoint), "--to", "hf", "--out", str(back)])
-        found["export"].append(pair)
+        for name, what, argv in (
+            ("convert", source, ["convert", str(source), "--to", engine, "--out", str(checkpoint)]),
+            ("export", checkpoint, ["export", str(checkpoint), "--to", "hf", "--out", str(back)]),
+        ):
+            warm(what, cold)
+            pair = {"copy": copy(what, copied)}
+            shutil.rmtree(copied)
+            warm(what, cold)
+            pair["bridge"] = measure([*BRIDGE, *argv])
+            found[name].append(pair)
         shutil.rmtree(checkpoint)
         shutil.rmtree(back)
     return found
 
 
-def peers(source: Path, size: str, folder: Path) -> dict[str, Cost]:
-    """MaxText's own converter, eager, where it knows the shape; it needs PyTorch and holds the model in memory."""
-    names = {"8b": "llama3.1-8b"}
-    if size not in names:
-        return {}
-    argv = [sys.executable, "-m", "maxtext.checkpoint_conversion.to_maxtext", f"model_name={names[size]}"]
-    argv += [f"base_output_directory={folder / 'peer'}", "scan_layers=true", "hardware=cpu", "use_multimodal=false"]
-    argv += ["skip_jax_distributed_system=true", f"--hf_model_path={source}", "--lazy_load_tensors=true"]
-    return {"maxtext to_maxtext (lazy)": measure(argv)}
+def pair_rows(found: dict[str, list[dict[str, Cost]]], begin: float) -> dict[str, dict[str, float]]:
+    """Medians over the pairs."""
+    rows = {}
+    for name, measured in found.items():
+        rows[name] = {
+            "ratio": statistics.median(pair["bridge"].wall / pair["copy"].wall for pair in measured),
+            "ratio_less_start": statistics.median(
+                (pair["bridge"].wall - begin) / pair["copy"].wall for pair in measured
+            ),
+            "wall": statistics.median(pair["bridge"].wall for pair in measured),
+            "cpu": statistics.median(pair["bridge"].cpu for pair in measured),
+            "peak": max(pair["bridge"].peak for pair in measured),
+            "copy_wall": statistics.median(pair["copy"].wall for pair in measured),
+        }
+    print(f"{'':10} {'wall / cp':>10} {'less start':>10} {'wall s':>8} {'cp s':>8} {'cpu s':>8} {'peak MiB':>9}")
+    for name, row in rows.items():
+        print(
+            f"{name:10} {row['ratio']:10.2f} {row['ratio_less_start']:10.2f} {row['wall']:8.2f} "
+            f"{row['copy_wall']:8.2f} {row['cpu']:8.2f} {row['peak'] / 2**20:9.0f}"
+        )
+    return rows
+
+
+def costs(title: str, measured: dict[str, Cost]) -> dict[str, dict[str, float]]:
+    """Print and give the costs of some commands."""
+    print(f"{title:40} {'wall s':>8} {'cpu s':>8} {'peak MiB':>9}")
+    for name, cost in measured.items():
+        print(f"{name:40} {cost.wall:8.2f} {cost.cpu:8.2f} {cost.peak / 2**20:9.0f}")
+    return {name: asdict(cost) for name, cost in measured.items()}
+
+
+def forms(source: Path, folder: Path) -> dict[str, dict[str, float]]:
+    """Every way to convert, and the export of it."""
+    measured = {}
+    for name, flags in FORMS.items():
+        out, back = folder / "form", folder / "form-back"
+        measured[name] = measure([*BRIDGE, "convert", str(source), *flags, "--out", str(out)])
+        measured["  back"] = measure([*BRIDGE, "export", str(out), "--to", "hf", "--out", str(back)])
+        measured[f"{name}: export"] = measured.pop("  back")
+        shutil.rmtree(out)
+        shutil.rmtree(back)
+    return costs("forms", measured)
+
+
+def restores(ours: Path, theirs: Path, count: int) -> dict[str, Any]:
+    """Both checkpoints restored onto 8 simulated devices, in turns."""
+    found: dict[str, list[dict[str, float]]] = {"bridge": [], "MaxText to_maxtext": []}
+    for _ in range(count):
+        for name, item in zip(found, (ours, theirs), strict=True):
+            argv = [sys.executable, str(Path(__file__).with_name("restore.py")), str(item)]
+            done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=True)
+            found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    rows = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
+    print(f"{'restored onto 8 devices':40} {'wall s':>8} {'cpu s':>8} {'decoded / array bytes':>22}")
+    for name, row in rows.items():
+        print(f"{name:40} {row['wall']:8.2f} {row['cpu']:8.2f} {row['decoded'] / row['arrays']:22.2f}")
+    return rows
+
+
+def scale(source: Path, engine: str, folder: Path) -> dict[str, dict[str, float]]:
+    """A sparse model there and back."""
+    out, back = folder / "checkpoint", folder / "back"
+    measured = {"convert": measure([*BRIDGE, "convert", str(source), "--to", engine, "--out", str(out)])}
+    measured["export"] = measure([*BRIDGE, "export", str(out), "--to", "hf", "--out", str(back)])
+    return costs("scale", measured)
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(shapes.SHAPES), default="tiny")
     parser.add_argument("--engine", choices=["maxtext", "tunix"], default="maxtext")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=["pairs", "forms", "peers", "restore", "starts", "scale"])
+    parser.add_argument("--cold", action="store_true", help="read from the disk; always so for 8b")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the bytes go")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results.json"))
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results-SIZE.json")
     options = parser.parse_args()
-    with scratch(options.folder) as folder:
-        source = shapes.write(folder / "source", options.size)
-        size = sum(path.stat().st_size for path in source.iterdir())
-        begin = start_up()
-        found = pairs(source, options.engine, options.pairs, folder)
-        others = peers(source, options.size, folder) if options.peers else {}
+    parts = options.parts or PARTS[options.size]
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    print(f"{options.size} ({size / 1e9:.2f} GB) to {options.engine}, {options.pairs} pairs, on {machine}")
-    print(f"{'':24} {'wall / cp':>10} {'less start':>10} {'wall s':>8} {'cpu s':>8} {'peak MiB':>9}")
-    rows = {}
-    for name, measured in found.items():
-        ratio = statistics.median(pair["bridge"].wall / pair["copy"].wall for pair in measured)
-        bare = statistics.median((pair["bridge"].wall - begin) / pair["copy"].wall for pair in measured)
-        wall = statistics.median(pair["bridge"].wall for pair in measured)
-        cpu = statistics.median(pair["bridge"].cpu for pair in measured)
-        peak = max(pair["bridge"].peak for pair in measured)
-        print(f"{name:24} {ratio:10.2f} {bare:10.2f} {wall:8.2f} {cpu:8.2f} {peak / 2**20:9.0f}")
-        rows[name] = {"ratio": ratio, "ratio_less_start": bare, "wall": wall, "cpu": cpu, "peak": peak}
-    for name, cost in others.items():
-        print(f"{name:24} {'':10} {'':10} {cost.wall:8.2f} {cost.cpu:8.2f} {cost.peak / 2**20:9.0f}")
-    result = {
-        "size": options.size,
-        "bytes": size,
-        "engine": options.engine,
-        "machine": machine,
-        "start_up": begin,
-        "rows": rows,
-        "pairs": {name: [{k: asdict(v) for k, v in pair.items()} for pair in value] for name, value in found.items()},
-        "peers": {name: asdict(cost) for name, cost in others.items()},
-        "self_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {options.out}")
+    result: dict[str, Any] = {"size": options.size, "engine": options.engine, "machine": machine}
+    with scratch(options.folder) as folder:
+        source = shapes.write(folder / "source", options.size, sparse="scale" in parts)
+        size = sum(path.stat().st_size for path in source.iterdir())
+        print(f"{options.size} ({size / 1e9:.2f} GB) on {machine}")
+        result["bytes"] = size
+        if "pairs" in parts:
+            begin = start_up(folder)
+            found = pairs(source, options.engine, options.pairs, folder, options.cold or options.size == "8b")
+            result |= {"start_up": begin, "pairs": pair_rows(found, begin)}
+        if "forms" in parts:
+            result["forms"] = forms(source, folder)
+        if "peers" in parts or "restore" in parts:
+            others = peers.run(source, folder)
+            if "peers" in parts:
+                result["peers"] = costs("peers", others)
+        if "restore" in parts:
+            ours = folder / "ours"
+            measure([*BRIDGE, "convert", str(source), "--to", "maxtext", "--out", str(ours)])
+            theirs = folder / "maxtext-eager" / "0" / "items"
+            result["restore"] = restores(ours / "0" / "items", theirs, options.pairs)
+        if "scale" in parts:
+            result["scale"] = scale(source, options.engine, folder)
+    if "starts" in parts:
+        result["starts"] = overhead.measure(pairs=options.pairs)
+    out = options.out or Path(__file__).with_name(f"results-{options.size}.json")
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {out}")
 
 
 if __name__ == "__main__":

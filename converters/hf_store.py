@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.plan import ITEM_BYTES, Tensor
+from bridge.converters.shard_store import all_zeros, write_all
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json, unique
 from bridge.places import BucketPath
@@ -260,7 +261,7 @@ class HfSink:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._files[path] = file
         self._stack.callback(os.close, file)
-        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        write_all(file, [len(text).to_bytes(8, "little") + text], 0)
         os.truncate(file, base + position)
 
     def __enter__(self) -> HfSink:
@@ -272,16 +273,12 @@ class HfSink:
         self._stack.close()
 
     def write(self, name: str, start: int, bits: NDArray[Any]) -> None:
-        """Write contiguous `bits` from element `start` on."""
+        """Write contiguous `bits` from element `start` on. Zeros stay the hole that the file was laid out as."""
         stored = self.stored[name]
-        view = memoryview(np.ascontiguousarray(bits)).cast("B")
-        _write_all(self._files[stored.file], view, stored.offset + start * ITEM_BYTES[stored.tensor.dtype])
-
-
-def _write_all(file: int, view: memoryview, position: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(file, view[done:], position + done)
+        values = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+        if not all_zeros(values):
+            position = stored.offset + start * ITEM_BYTES[stored.tensor.dtype]
+            write_all(self._files[stored.file], [values.data], position)
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -64,12 +64,16 @@ class ShardWriter:
         tiling = self._shard.tiling
         flat = np.ascontiguousarray(chunks).reshape(tiling.parts, -1).view(np.uint8)
         start = (layer * tiling.blocks + block) * self._stride
-        buffers: list[Any] = []
-        for number, chunk in enumerate(flat):
-            buffers += [chunk.data, _checksum(chunk)]
+        checksums = [_checksum(chunk) for chunk in flat]
+        for number in range(tiling.parts):
             at = start + number * self._chunk_bytes
             self._index[tiling.place(layer, block, number)] = (at, self._chunk_bytes)
-        write_all(self._open(), buffers, start)
+        if all_zeros(flat):  # a hole reads as zeros: only the checksums take room
+            for number, checksum in enumerate(checksums, 1):
+                write_all(self._open(), [checksum], start + number * self._chunk_bytes - CHECKSUM_BYTES)
+        else:
+            buffers = [part for chunk, checksum in zip(flat, checksums, strict=True) for part in (chunk.data, checksum)]
+            write_all(self._open(), buffers, start)
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -111,6 +115,12 @@ def write_all(file: int, buffers: list[Any], position: int) -> None:
             done -= len(left.pop(0))
         if done:
             left[0] = left[0][done:]
+
+
+def all_zeros(values: NDArray[np.uint8]) -> bool:
+    """Whether no bit is set; of ordinary weights only the first few bytes are looked at."""
+    flat = values.reshape(-1)
+    return not flat[:64].any() and not flat.any()
 
 
 def _checksum(values: NDArray[np.uint8]) -> bytes:

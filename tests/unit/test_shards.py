@@ -152,3 +152,19 @@ def test_a_short_write_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: p
     write_all(file, [b"0123456789", b"", b"abcd", np.array([1, 2], "<u2")], 2)
     os.close(file)
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789abcd" + b"\1\0\2\0"
+
+
+def test_zeros_are_holes_that_read_as_zeros(tmp_path: Path) -> None:
+    tiling = Tiling((64, 1 << 16), (32, 1 << 16), 1 << 16, 2, 1, None, 0)
+    sink = TreeSink(tmp_path / "0", "items")
+    for name, value in (("zero", 0.0), ("minus zero", -0.0)):
+        writer = sink.lay_out((name,), tiling, "float32")
+        writer.write(0, 0, np.full((2, 32, 1 << 16), value, "float32"))
+    zero, minus = (tmp_path / "0" / "items" / name / "c" / "0" / "0" for name in ("zero", "minus zero"))
+    store = {"driver": "file", "path": f"{zero.parents[2]}/"}
+    found = tensorstore.open({"driver": "zarr3", "kvstore": store}).result().read().result()
+    assert not np.signbit(found).any()
+    assert not found.any()
+    assert zero.stat().st_size == minus.stat().st_size
+    assert zero.stat().st_blocks * 512 < 64 << 10
+    assert minus.stat().st_blocks * 512 > 15 << 20, "minus zero has a bit set"

@@ -1,0 +1,65 @@
+"""What one command costs, and a copy of the same bytes to hold it against."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+BRIDGE = [sys.executable, "-m", "bridge"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One command: wall and processor seconds, peak resident memory in bytes."""
+
+    wall: float
+    cpu: float
+    peak: int
+
+
+def measure(argv: list[str], env: Mapping[str, str] | None = None) -> Cost:
+    """Run a command to its end; it must succeed."""
+    begun = time.perf_counter()
+    child = subprocess.Popen(argv, env={**ENV, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    text = child.stderr.read() if child.stderr else b""
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"{' '.join(argv)} ended with {child.returncode}:\n{text.decode(errors='replace')[-3000:]}")
+    return Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def copy(source: Path, target: Path) -> Cost:
+    """`cp -r` and `sync` of the copied files, which is what writing safely costs."""
+    return measure(["sh", "-c", f"cp -r '{source}' '{target}' && find '{target}' -type f -exec sync {{}} +"])
+
+
+def warm(folder: Path, cold: bool) -> None:
+    """Bring a folder's bytes into the page cache, or out of it, so that both sides of a pair read alike."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            if cold:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(1 << 24):
+                    pass
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="bridge-bench-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
