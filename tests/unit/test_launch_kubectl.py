@@ -46,7 +46,7 @@ def manifest(folder: Path, program: str) -> str:
     plan = tunix.plan_launch(run, place, Site(str(folder), sys.executable, "cpu"))
     values = jobset.manifest(plan, place, run.cluster, "cpu", "r")
     container = values["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    file = folder / "program.py"
+    file = folder / f"program-{len(list(folder.glob('program-*')))}.py"  # a pod may be slow to read the one before
     file.write_text(f"import os, sys, time\nrank = {RANK}\n{textwrap.dedent(program)}")
     container["command"][2] = container["command"][2].replace(f"-m bridge.launchers.shim {folder}", str(file))
     assert str(file) in container["command"][2]
