@@ -1,19 +1,18 @@
-"""The pages of docs/: generated ones are current, messages exist, commands parse, links lead somewhere."""
+"""The pages of docs/: generated ones are current, messages exist, links lead somewhere.
+
+Their commands are run by tests/functional/test_documents.py.
+"""
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
-from bridge.cli import VERBS
 from bridge.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,29 +58,11 @@ def test_every_message_of_the_troubleshooting_page_is_said_somewhere() -> None:
     assert "this is a message that nobody says" not in said
 
 
-def commands(text: str) -> list[list[str]]:
-    """The bridge commands of a page's shell blocks."""
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL)
-    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [shlex.split(part)[1:] for part in parts if part.startswith("bridge ")]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_commands_are_understood(name: str) -> None:
-    for verb, *arguments in commands((DOCS / name).read_text(encoding="utf-8")):
-        assert verb in VERBS, verb
-        command = importlib.import_module(f"bridge.commands.{verb}").command
-        command.make_context(verb, list(arguments))
-
-
-def test_a_wrong_command_is_found() -> None:
-    ((verb, *arguments),) = commands("```sh\nbridge plan --device 8x80GB  # comment\n```")
-    with pytest.raises(click.UsageError, match="No such option"):
-        importlib.import_module(f"bridge.commands.{verb}").command.make_context(verb, arguments)
-
-
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES)])
 def test_links_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (DOCS / name).read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    pages = {f"docs/{other}" for other in PAGES}
+    if name == "README.md":
+        assert pages <= set(links), "README leads to every page"
