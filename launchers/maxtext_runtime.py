@@ -6,6 +6,7 @@ Source: maxtext/trainers/post_train/sft/train_sft.py and dpo/train_dpo.py, 0.2.5
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bridge.launchers.maxtext_hooks import data_hooks, training_hooks
 from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import clock_of, say
 from bridge.launchers.run_file import RunFile
+from bridge.places import in_bucket
 
 
 def train(run_dir: Path, run_file: RunFile) -> None:
@@ -127,6 +129,9 @@ def _install(trainers: Any, run_file: RunFile, train_rows: Any, eval_rows: Any, 
     def tunix_config(config: Any) -> Any:
         made = engine_config(config)
         made.checkpointing_options = options
+        if in_bucket(config.tensorboard_dir):  # what is appended to stays on this host
+            board = str(metrics.path.parent / "tensorboard")
+            made.metrics_logging_options = dataclasses.replace(made.metrics_logging_options, log_dir=board)
         if made.gradient_accumulation_steps == 1:
             made.gradient_accumulation_steps = None
         return made

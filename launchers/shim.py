@@ -147,9 +147,11 @@ def unreadable(run_dir: Path) -> str:
     """Why the run cannot start on this host; empty when its file and its checkpoint are there."""
     import json
 
+    from bridge.places import place
+
     path = run_dir / "run.json"
     try:
-        checkpoint = Path(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
+        checkpoint = place(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])
     except OSError as error:
         return f"{path}: {error.strerror}"
     except (ValueError, KeyError) as error:

@@ -22,6 +22,7 @@ from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import clock_of, learning_rates
 from bridge.launchers.tunix_hooks import Feed, Watch, say
 from bridge.model_spec import ModelSpec, RopeScaling
+from bridge.places import in_bucket, place
 from bridge.run_spec import RunSpec
 
 PREFERENCE_METHODS = ("dpo", "orpo")
@@ -198,13 +199,13 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
     from tunix.sft import metrics_logger, peft_trainer
     from tunix.sft.dpo import dpo_trainer
 
-    root = absolute(run_dir)
-    board = str(root / "tensorboard")
+    board = str(on_this_host(run_dir) / "tensorboard")
+    checkpoints = absolute(run_dir) / "checkpoints"
     common: dict[str, Any] = {
         "max_steps": run.train.total_steps,
         "eval_every_n_steps": run.train.eval_every or run.train.total_steps,
         "gradient_accumulation_steps": run.train.gradient_accumulation if run.train.gradient_accumulation > 1 else None,
-        "checkpoint_root_directory": str(root / "checkpoints"),
+        "checkpoint_root_directory": str(checkpoints),
         "checkpointing_options": checkpoint_options(run.train.save_every, run.train.keep, metrics),
         # Given by name: Tunix would also log in to Weights & Biases wherever that is installed.
         "metrics_logging_options": metrics_logger.MetricsLoggerOptions(
@@ -227,7 +228,7 @@ def make_trainer(run: RunSpec, model: Model, optimizer: Any, run_dir: str, metri
         trainer = peft_trainer.PeftTrainer(model.policy, optimizer, peft_trainer.TrainingConfig(**common))
     except ValueError as error:
         raise LaunchError(
-            f"the newest checkpoint in {root / 'checkpoints'} does not fit this run: {str(error).splitlines()[0]}",
+            f"the newest checkpoint in {checkpoints} does not fit this run: {str(error).splitlines()[0]}",
             hint="a changed model, rank or target list needs another run (--run NAME)",
         ) from error
     trainer.with_loss_fn(tunix_loss.row_loss(run.train.dtype))
@@ -268,7 +269,7 @@ def open_metrics(run_dir: str) -> MetricsLog:
     """`metrics.jsonl` of the run, written by process 0; makes the run's folder."""
     import jax
 
-    root = absolute(run_dir)
+    root = on_this_host(run_dir)
     root.mkdir(parents=True, exist_ok=True)
     return MetricsLog(root, writes=jax.process_index() == 0)
 
@@ -278,5 +279,10 @@ def _weights(run: RunSpec, automatic: str) -> str:
 
 
 def absolute(path: str) -> Path:
-    """Orbax takes absolute paths only."""
-    return Path(path).expanduser().absolute()
+    """Orbax takes absolute paths only; a path in a bucket is one."""
+    return place(path).expanduser().absolute()
+
+
+def on_this_host(run_dir: str) -> Path:
+    """Where what is appended to lies: the run's folder, or, where that is in a bucket, the current one."""
+    return Path.cwd() if in_bucket(run_dir) else absolute(run_dir)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge import places, sidecar
-from bridge.commands.workspace import Chosen, Workspace, find_checkpoint
+from bridge import sidecar
+from bridge.commands.workspace import Chosen, Workspace, at_hand, find_checkpoint
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
@@ -100,16 +97,3 @@ def find(
             hint="--base DIR names the Hugging Face folder it was trained from",
         )
     return Checkpoint(chosen, tree, ModelSpec.from_folder(folder), None, at_hand(folder))
-
-
-def at_hand(folder: Path) -> Path:
-    """A folder of small files on this host: itself, or a copy that goes when this process ends.
-
-    Tokenizers and engines open them by their names.
-    """
-    if not isinstance(folder, places.BucketPath):
-        return folder
-    copy = tempfile.mkdtemp(prefix="bridge-")
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    sidecar.copy_side_files(folder, Path(copy))
-    return Path(copy)

@@ -44,7 +44,7 @@ def command(spec: Path | None, as_json: bool) -> None:
 
 def place_of(workspace: Workspace | None) -> Path:
     """The folder whose disk counts: workdir, or the part of it that exists."""
-    folder = workspace.workdir if workspace else Path.cwd()
+    folder = workspace.control if workspace else Path.cwd()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge import sidecar
-from bridge.commands.workspace import Workspace
+from bridge.commands.workspace import Workspace, at_hand
 from bridge.errors import LaunchError
 from bridge.run_spec import RunSpec
 
@@ -64,7 +64,7 @@ def resolve(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     say("train.epochs: counting the rows of the data ...")
     own = run.model.tokenizer is None and (converted / sidecar.HF).is_dir()
-    tokenizer = load_tokenizer(converted / sidecar.HF if own else workspace.tokenizer_folder())
+    tokenizer = load_tokenizer(at_hand(converted / sidecar.HF) if own else workspace.tokenizer_folder())
     length = count(run, prepare(run, workspace.base, tokenizer, "train", 1), devices)
     train = run.train.model_copy(update={"steps": length.steps, "epochs": None})
     return run.model_copy(update={"train": train}), length

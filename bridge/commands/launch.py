@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from bridge import engine_fixes, sidecar
+from bridge import engine_fixes, places, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import common, epochs, placing, running
 from bridge.commands.prepared import Prepared, prepare, require_converted
@@ -18,6 +18,7 @@ from bridge.commands.report import write_run_report
 from bridge.commands.step_lines import StepLines
 from bridge.commands.workspace import Workspace, finished_steps
 from bridge.errors import BridgeError, LaunchError, OutputError, SpecError
+from bridge.launchers import metrics
 from bridge.launchers.plan import DEVICE_COUNT_FLAG, Launch
 from bridge.run_spec import METHODS
 
@@ -124,6 +125,9 @@ def check_disk(prepared: Prepared) -> None:
     # One more than is kept: the new one is written before an old one goes; and the best stays beside them.
     kept = min(train.keep + 2, -(-train.total_steps // train.save_every) + 1)
     needed = checkpoint_bytes(prepared) * kept
+    if places.in_bucket(prepared.stored):
+        common.say(f"{prepared.stored}: up to {common.gigabytes(needed)} for {kept} checkpoints")
+        return
     parent = prepared.run_dir.parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
@@ -155,20 +159,19 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
     from bridge.launchers.run_file import RunFile
 
     run_dir = prepared.run_dir
-    exists = (run_dir / sidecar.FILE).exists() or finished_steps(run_dir / "checkpoints")
+    exists = (run_dir / sidecar.FILE).exists() or finished_steps(prepared.stored / "checkpoints")
     if exists and not resume:
         raise LaunchError(f"the run {run_dir.name} exists", hint="--resume goes on with it, --run NAME starts another")
     if resume and not exists:
         raise LaunchError(f"there is no run {run_dir.name} to resume in {run_dir.parent}")
     if resume:
         epochs.check_resumed(run_dir, prepared.length)
-        done = finished_steps(run_dir / "checkpoints")
+        done = finished_steps(prepared.stored / "checkpoints")
         common.say(f"resuming {run_dir.name} at step {done[-1] if done else 0} of {prepared.run.train.steps}")
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / prepared.program).write_text(prepared.text, encoding="utf-8")
-    tokenizer = (
-        prepared.workspace.tokenizer_folder() if prepared.run.model.tokenizer else prepared.converted / sidecar.HF
-    )
+    small = run_dir if places.in_bucket(prepared.converted) else prepared.converted
+    tokenizer = prepared.workspace.tokenizer_folder() if prepared.run.model.tokenizer else small / sidecar.HF
     RunFile(
         engine=prepared.engine,
         program=prepared.program,
@@ -183,7 +186,7 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
     sidecar.copy_side_files(prepared.converted / sidecar.HF, run_dir / sidecar.HF)
     if prepared.run.model.tokenizer:
         sidecar.replace_tokenizer(Path(tokenizer), run_dir / sidecar.HF)
-    sidecar.Sidecar(
+    remembered = sidecar.Sidecar(
         engine=prepared.engine,
         model=facts.model,
         scanned=facts.scanned,
@@ -193,7 +196,11 @@ def begin(prepared: Prepared, facts: sidecar.Sidecar, resume: bool) -> None:
         layout=facts.layout,
         adapter=adapters.of_run(prepared.run, prepared.engine, str(facts.source.get("origin"))),
         versions={prepared.engine: engine_fixes.engine_version(prepared.engine)},
-    ).write(run_dir)
+    )
+    if places.in_bucket(prepared.stored):  # so that the checkpoints there can be exported from any host
+        sidecar.copy_side_files(run_dir / sidecar.HF, prepared.stored / sidecar.HF)
+        remembered.write(prepared.stored)
+    remembered.write(run_dir)
 
 
 def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
@@ -207,7 +214,9 @@ def follow(prepared: Prepared, plan: tuple[Launch, ...], verbose: bool) -> None:
     running.execute(prepared, plan, StepLines(total, verbose).show, verbose)
     if not prepared.placed.first:
         return
-    steps = finished_steps(run_dir / "checkpoints")
+    steps = finished_steps(prepared.stored / "checkpoints")
+    if places.in_bucket(prepared.stored):
+        (prepared.stored / metrics.FILE).write_bytes((run_dir / metrics.FILE).read_bytes())
     if total not in steps:
         raise LaunchError(f"the run ended without a checkpoint of step {total}", details=[f"steps: {steps}"])
     common.say(f"trained {total} steps in {time.monotonic() - start:.0f} s; checkpoints: {steps}")

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge import mesh, rope, sidecar
+from bridge import mesh, places, rope, sidecar
 from bridge.commands import common, epochs, placing
 from bridge.commands.placing import Placed
 from bridge.commands.workspace import Workspace
@@ -35,6 +35,11 @@ class Prepared:
     placed: Placed
     length: epochs.Length | None = None
     """How the run's steps follow from its epochs, where the spec has epochs."""
+
+    @property
+    def stored(self) -> Path:
+        """Where the checkpoints of the run go: its folder, or the place of its name in a bucket."""
+        return self.workspace.stored(self.run_dir)
 
     @property
     def program(self) -> str:
@@ -70,7 +75,8 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     shape = mesh.resolve(run.mesh, total)
     mesh.check(shape, model)
     run, length = epochs.resolve(workspace, run, total, converted, common.say)
-    tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(converted / sidecar.HF)
+    small = run_dir if places.in_bucket(converted) else converted  # where `begin` puts them
+    tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(small / sidecar.HF)
     text = render(engine, run, model, shape, hardware, frequencies, run_dir, converted, tokenizer, facts, workspace)
     return Prepared(
         workspace, run, run_dir, engine, model, converted, facts, hardware, text, frequencies, placed, length
@@ -108,7 +114,7 @@ def render(
 
         place = maxtext.Place(
             run_name=run_dir.name,
-            runs_dir=str(run_dir.parent),
+            runs_dir=str(workspace.stored(run_dir).parent),
             checkpoint=str(converted / "0" / "items"),
             tokenizer=tokenizer,
             scanned=facts.scanned if facts else True,
@@ -119,7 +125,8 @@ def render(
     from bridge.configs import tunix
 
     checkpoint = str(converted / "0" / "model_params")
-    return tunix.render(run, model, frequencies, checkpoint, str(run_dir), tokenizer, str(workspace.base))
+    stored = str(workspace.stored(run_dir))
+    return tunix.render(run, model, frequencies, checkpoint, stored, tokenizer, str(workspace.base))
 
 
 def hardware_of(run: RunSpec) -> str:

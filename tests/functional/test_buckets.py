@@ -224,7 +224,7 @@ def test_what_opens_folders_by_name_refuses_a_bucket(bucket: Bucket, source: Pat
     from bridge.converters.parity import pytorch
 
     address = places.place(bucket.put(source, "hf"))
-    with pytest.raises(UnsupportedError, match=f"{ROOT}/hf lies in a bucket, and this works on folders of this host only"):
+    with pytest.raises(UnsupportedError, match=f"{ROOT}/hf lies in a bucket, and this works on folders"):
         pytorch.logits(address, (), double=False)
     with pytest.raises(UnsupportedError, match="written whole"):
         (address / "metrics.jsonl").open("a")
