@@ -6,6 +6,7 @@ Source: tunix/models/llama3/model.py, 0.1.7. The corrections of `fixes_tunix` mu
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from bridge.places import orbax_path
 
 Remat = Literal["none", "block", "decoder"]
 AXES = ("fsdp", "tp")
+# The axis of each projection that qwix cuts into tiles: the last one that it sums over.
+TILED = {"q": "embed", "k": "embed", "v": "embed", "o": "head_dim", "gate": "embed", "up": "embed", "down": "mlp"}
 
 
 def engine_config(model: ModelSpec, remat: Remat = "none") -> Any:
@@ -129,13 +132,14 @@ def stored_shapes(item: Path) -> dict[tuple[str, ...], tuple[int, ...]]:
     }
 
 
-def check_tiles(model: ModelSpec, tile: int) -> None:
-    """Whether the projections can be cut into NF4 tiles; the output projection is cut along head_dim.
+def check_tiles(model: ModelSpec, tile: int, projections: Collection[str] = tuple(TILED)) -> None:
+    """Whether projections can be cut into NF4 tiles; the output projection is cut along head_dim, on either engine.
 
     Raises:
         UnsupportedError: a size is no multiple of the tile.
     """
-    sizes = {"head_dim": model.head_dim, "embed": model.embed, "mlp": model.mlp}
+    cut = {TILED[name] for name in projections}
+    sizes = {name: getattr(model, name) for name in ("head_dim", "embed", "mlp") if name in cut}
     problems = [f"{name} {size} is no multiple of {tile}" for name, size in sizes.items() if size % tile]
     if problems:
         raise UnsupportedError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bridge import tunix_llama
 from bridge.configs.render import header, yaml_section
 from bridge.errors import SpecError, UnsupportedError
 from bridge.mesh import Mesh
@@ -60,11 +61,15 @@ def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
     """The YAML of a run: full SFT, LoRA and QLoRA by MaxText's SFT trainer, full DPO and ORPO by its DPO trainer.
 
     Raises:
-        UnsupportedError: the spec asks for what MaxText does not do.
+        UnsupportedError: the spec asks for what MaxText does not do, or NF4 tiles do not fit the model.
         SpecError: `maxtext:` sets a key that bridge works out itself.
     """
     if run.train.method in ("lora", "qlora") and run.lora.dropout:
-        raise UnsupportedError(f"lora.dropout {run.lora.dropout:g} on maxtext: it has none", hint="lora.dropout: 0.0")
+        raise UnsupportedError(
+            f"lora.dropout {run.lora.dropout:g} on maxtext: it has none", hint="lora.dropout: 0.0, or --engine tunix"
+        )
+    if run.train.method == "qlora":
+        tunix_llama.check_tiles(model, run.lora.tile_size, run.lora.targets)
     taken = [f"maxtext.{key}: comes from {OWNED[key]}" for key in run.maxtext if key in OWNED]
     facts = model_section(model, place.scanned)
     taken += [

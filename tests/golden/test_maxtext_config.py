@@ -136,3 +136,15 @@ def test_refuses_what_it_owns_and_what_it_cannot() -> None:
     assert "maxtext.steps: comes from train.steps" in str(error.value)
     with pytest.raises(UnsupportedError, match=r"lora.dropout 0.1 on maxtext"):
         render(spec("train: {method: lora}\nlora: {dropout: 0.1}"), model(), Mesh(1, 1, 1), place())
+
+
+def test_nf4_tiles_must_fit_what_is_quantized() -> None:
+    """MaxText quantizes the targets; of these the output projection alone is cut along head_dim."""
+    shape = model(head_dim=16, embed=4096)
+    text = "train: {method: qlora}\nlora: {targets: [TARGETS]}"
+    with pytest.raises(UnsupportedError, match="tiles of 32") as error:
+        render(spec(text.replace("TARGETS", "q, o")), shape, Mesh(1, 1, 1), place())
+    assert error.value.details == ("head_dim 16 is no multiple of 32",)
+    assert "lora_tile_size: 32" in render(spec(text.replace("TARGETS", "q, down")), shape, Mesh(1, 1, 1), place())
+    with pytest.raises(UnsupportedError, match="tiles of 32"):
+        render(spec(text.replace("TARGETS", "q, down")), model(mlp=14340), Mesh(1, 1, 1), place())
