@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,11 +138,10 @@ def fetch(wanted: Wanted, listing: hub.Listing | None, out: Path | None) -> dict
     check_disk(listing.bytes, out or Path(constants.HF_HUB_CACHE), present(model_id, listing, out))
     what = f"{len(listing.files)} files, {common.gigabytes(listing.bytes)}, revision {listing.revision}"
     common.say(f"{model_id}: {what}")
-    start = time.monotonic()
     # The cache remembers a branch only when it is asked for by its name; it is, where it still stands for that commit.
     by_name = out is None and hub.newest(model_id, wanted.asked) == listing.revision
-    folder = hub.resolve(model_id, wanted.asked if by_name else listing.revision, local_dir=out, weights=weights)
-    common.say(f"{model_id}: complete after {time.monotonic() - start:.0f} s")
+    with watched(model_id, listing.bytes, storing(model_id, out)):
+        folder = hub.resolve(model_id, wanted.asked if by_name else listing.revision, local_dir=out, weights=weights)
     commit = listing.revision if out else hub.commit_of(folder)
     if wanted.lock is not None and commit is not None:
         hub_lock.write(wanted.lock, model_id, wanted.asked, commit)
@@ -148,6 +150,49 @@ def fetch(wanted: Wanted, listing: hub.Listing | None, out: Path | None) -> dict
 
 def _found(wanted: Wanted, commit: str | None, folder: Path, size: int) -> dict[str, Any]:
     return {"model": wanted.model_id, "revision": commit, "folder": str(folder.absolute()), "bytes": size}
+
+
+def storing(model_id: str, out: Path | None) -> Path:
+    """Where the bytes of a download arrive, those of unfinished files too."""
+    from huggingface_hub import constants
+
+    return out or Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "blobs"
+
+
+@contextlib.contextmanager
+def watched(title: str, total: int, folder: Path, every: float = 1.0) -> Iterator[None]:
+    """Sparse lines of progress while a folder grows; on a terminal huggingface_hub has its own bars."""
+    if sys.stderr.isatty():
+        yield
+        return
+    lines, done, begun = common.SparseLines(title, total), threading.Event(), grown(folder)
+
+    def look() -> None:
+        seen = begun
+        while not done.wait(every):
+            now = grown(folder)
+            lines.advance(max(0, now - seen))
+            seen = max(seen, now)
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    common.say(f"{title}: complete after {time.monotonic() - start:.0f} s")
+
+
+def grown(folder: Path) -> int:
+    """Bytes of all files below a folder; files that go away meanwhile count nothing."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(root, name).lstat().st_size
+    return total
 
 
 def present(model_id: str, listing: hub.Listing, out: Path | None) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from checkpoints import run
 from fake_hub import APPROVED, GOOD, SHA, Hub
 
 from bridge import hub_lock
-from bridge.commands.download import check_disk
+from bridge.commands import common
+from bridge.commands.download import check_disk, watched
 from bridge.errors import OutputError, SpecError
 
 
@@ -210,6 +213,30 @@ def test_what_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "bridge.yaml").write_text("model: {source: ./folder}\n")
     with pytest.raises(SpecError, match="nothing to download"):
         run("download")
+
+
+def test_progress_where_no_terminal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line each tenth and not oftener than every five seconds, by a clock that runs fast here."""
+    ticks = itertools.count(0, 6)
+    monkeypatch.setattr(common.time, "perf_counter", lambda: next(ticks))
+    (tmp_path / "whole").write_bytes(bytes(1_000_000))
+    with watched("a model", 10_000_000, tmp_path, every=0.01):
+        for share in range(1, 9):
+            (tmp_path / "sub").mkdir(exist_ok=True)
+            (tmp_path / "sub" / "x.incomplete").write_bytes(bytes(share * 1_000_000))
+            time.sleep(0.05)
+    lines = capsys.readouterr().err.splitlines()
+    shown = [int(line.split()[2]) for line in lines[:-1]]
+    assert shown == sorted(set(shown))
+    assert len(shown) > 4
+    assert set(shown) <= set(range(10, 90, 10))
+    assert lines[0].endswith("% of 10.0 MB")
+    assert lines[-1].startswith("a model: complete after")
+    with pytest.raises(OSError, match="broken"), watched("a model", 10, tmp_path):
+        raise OSError("broken")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_disk_is_measured_where_the_model_goes(tmp_path: Path) -> None:
