@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import sshd
+from launch_runs import make_workplace
 from processes import is_running, python, shim_env, wait_for
 
 from bridge.errors import LaunchError
@@ -143,6 +144,20 @@ def test_a_connection_that_breaks_names_the_host_and_leaves_nothing(
         for session in frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(session, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_short_training(options: tuple[str, ...], tmp_path: Path) -> None:
+    workplace = make_workplace(tmp_path, "maxtext")
+    place = ("--launcher", "ssh", "--hosts", "hostA,hostB", f"cluster.ssh_options=[{', '.join(options)}]")
+    meeting = (f"cluster.coordinator={socket.gethostname()}", f"cluster.port={free_port()}")
+    text = workplace.bridge("launch", "sft", "train.steps=3", "train.save_every=3", *place, *meeting)
+    assert "trained 3 steps" in text
+    losses = workplace.losses("maxtext-sft")
+    assert sorted(losses) == [1, 2, 3]
+    assert losses[3] < losses[1]
+    logs = workplace.folder / "runs" / "maxtext-sft" / "logs"
+    assert all("step 3/3" in (logs / f"process-{number}.log").read_text() for number in range(2))
 
 
 def processes_of(run_dir: Path) -> list[int]:
