@@ -11,7 +11,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 @click.command(epilog=common.examples("bridge completion bash", "bridge completion fish | source"))
 @click.argument("shell", type=click.Choice(SHELLS))
-def command(shell: str) -> None:
+@click.pass_context
+def command(ctx: click.Context, shell: str) -> None:
     """Print the completion of verbs, options, presets and files for SHELL.
 
     \b
@@ -22,9 +23,7 @@ def command(shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from bridge.cli import cli
-
     found = get_completion_class(shell)
     if found is None:  # click has these three
         raise click.UsageError(f"{shell} is not supported by this click")
-    click.echo(found(cli, {}, "bridge", "_BRIDGE_COMPLETE").source())
+    click.echo(found(ctx.find_root().command, {}, "bridge", "_BRIDGE_COMPLETE").source())
