@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bridge import places
 from bridge.commands import adapter as adapters
 from bridge.commands import checkpoint as checkpoints
-from bridge.commands import common, forward, generate, verify_adapter
+from bridge.commands import common, forward, generate
 from bridge.commands.report import ANSWERS
 from bridge.errors import SpecError
 
@@ -34,11 +34,12 @@ class Question:
     ids: list[int]
 
 
-def write_answers(run_dir: Path) -> Path:
+def write_answers(run_dir: Path, stored: Path | None = None) -> Path:
     """Ask the base and the trained model the same, and write `answers.json` into the run's folder.
 
     The prompts are `data.prompts` of the run's spec, else the first of its evaluation (or training) set; the trained
-    model is the one that `export` takes. In float32 on the CPU, a forward pass a token: four bytes a weight of memory.
+    model is the one that `export` takes, out of `stored` where the run's checkpoints do not lie in its folder. In
+    float32 on the CPU, a forward pass a token: four bytes a weight of memory.
 
     Raises:
         SpecError: no prompt that fits, or data that cannot be read.
@@ -50,7 +51,7 @@ def write_answers(run_dir: Path) -> Path:
 
     common.on_cpu()
     run_file = RunFile.read(run_dir)
-    trained = checkpoints.find(None, run_dir, None, None)
+    trained = checkpoints.find(None, stored or run_dir, None, None)
     base = checkpoints.find(None, places.place(run_file.checkpoint), None, None)
     own = Path(run_file.tokenizer)
     tokenizer = load_tokenizer(own if own.is_dir() else trained.hf)
@@ -61,7 +62,7 @@ def write_answers(run_dir: Path) -> Path:
     with forward.forward_pass(base, base.chosen.item, longest) as model:
         before = answers(model, asked, tokenizer, ends, longest)
     common.say(f"answers of {trained.chosen.item} ({trained.chosen.reason}) ...")
-    with _trained_pass(trained, longest) as model:
+    with _trained_pass(trained, base.chosen.item, longest) as model:
         after = answers(model, asked, tokenizer, ends, longest)
     values = {"prompts": [question.text for question in asked], "before": before, "after": after}
     path = run_dir / ANSWERS
@@ -125,11 +126,11 @@ def answers(model: Forward, asked: Sequence[Question], tokenizer: Any, ends: Seq
 
 
 @contextlib.contextmanager
-def _trained_pass(found: Checkpoint, longest: int) -> Iterator[Forward]:
+def _trained_pass(found: Checkpoint, base: Path, longest: int) -> Iterator[Forward]:
     if not found.tree.adapters:
         with forward.forward_pass(found, found.chosen.item, longest) as model:
             yield model
         return
     facts = adapters.Options().facts(found)
-    with forward.adapted_pass(found, facts, verify_adapter.converted(found, None), longest) as model:
+    with forward.adapted_pass(found, facts, base, longest) as model:
         yield model

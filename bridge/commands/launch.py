@@ -237,6 +237,6 @@ def ask(prepared: Prepared) -> None:
     from bridge.commands.answers import write_answers
 
     try:
-        write_answers(prepared.run_dir)
+        write_answers(prepared.run_dir, prepared.stored)
     except BridgeError as error:
         common.say(f"no answers: {error}\n  later: {again}")

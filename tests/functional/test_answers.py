@@ -98,13 +98,14 @@ def test_report_asks_when_it_is_told_to(folder: Folder) -> None:
 def test_a_trained_run_is_not_lost_for_want_of_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(run_dir: Path) -> Path:
+    def fail(run_dir: Path, stored: Path) -> Path:
+        assert stored == tmp_path / "stored"
         raise SpecError(f"{run_dir.name} says nothing")
 
     monkeypatch.setattr(answers, "write_answers", fail)
     monkeypatch.chdir(tmp_path)
     spec = parse("model: {source: m}\ndata: {prompts: ['Who?']}\n")
-    asking: Any = SimpleNamespace(run=spec, run_dir=tmp_path / "r")
+    asking: Any = SimpleNamespace(run=spec, run_dir=tmp_path / "r", stored=tmp_path / "stored")
     launch.ask(asking)
     assert capsys.readouterr().err == "no answers: r says nothing\n  later: bridge report r --answers\n"
     silent: Any = SimpleNamespace(run=parse("model: {source: m}\n"), run_dir=tmp_path / "r")
