@@ -2,6 +2,7 @@
 
 blocks()          every shell block, as (where, commands); console blocks have the lines that start with `$ `
 inline()          every `bridge ...` between backquotes in running text
+specs(page)       its YAML blocks: specs, or sections of one
 split(block)      the commands of a block's text: comments off, continued lines joined, `&&` and `|` taken apart
 """
 
@@ -65,6 +66,11 @@ def split(text: str, *, console: bool = False) -> tuple[str, ...]:
                 commands.append(" ".join(word if PLAIN.fullmatch(word) else shlex.quote(word) for word in words))
                 words = []
     return tuple(commands)
+
+
+def specs(page: str) -> list[str]:
+    """The YAML blocks of a page."""
+    return [text for language, text in FENCE.findall(read(page)) if language == "yaml"]
 
 
 def inline() -> list[tuple[str, str]]:

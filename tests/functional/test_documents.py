@@ -38,6 +38,7 @@ from fake_hub import Hub
 from fake_hub_writes import WRITER
 from sft_folder import CHATS, Folder
 
+from bridge import run_spec
 from bridge.cli import VERBS
 
 BLOCKS = documents.blocks()
@@ -246,6 +247,14 @@ def test_the_demos_transcript_is_what_it_runs(tmp_path: Path) -> None:
     flow.write_inputs(tmp_path, demo.PRESETS["maxtext"])
     steps = demo._steps(tmp_path, "maxtext", "sft", tmp_path / "runs" / "maxtext-sft")
     assert next(block.commands for block in BLOCKS if block.where == DEMO) == tuple(step.shown for step in steps)
+
+
+@pytest.mark.parametrize("page", documents.PAGES)
+def test_every_spec_is_one(page: str) -> None:
+    """A whole spec, or sections of one."""
+    for text in documents.specs(page):
+        whole = text if re.search(r"^model:", text, re.MULTILINE) else f"model: {{source: m}}\n{text}"
+        assert run_spec.parse(whole, where=page)
 
 
 def test_no_command_escapes() -> None:
