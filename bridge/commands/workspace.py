@@ -48,7 +48,7 @@ class Workspace:
 
     @property
     def control(self) -> Path:
-        """Where the files of runs lie that processes append to: workdir, or the spec's folder where that is a bucket."""
+        """Where the files of runs lie that processes append to: workdir, or the spec's folder where it is a bucket."""
         return self.base if isinstance(self.workdir, places.BucketPath) else self.workdir
 
     def converted(self, engine: str) -> Path:
