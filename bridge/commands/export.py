@@ -87,6 +87,8 @@ def command(
     if public and push is None:
         raise click.UsageError("--public goes with --push REPO_ID.")
     target = pushing.ready(push, public) if push is not None else None
+    if target is not None and dry_run:
+        common.say(f"would be pushed to {target.described}")
     common.on_cpu()
     workspace = common.maybe_workspace(spec)
     found = checkpoints.find(workspace, checkpoint, base, step)
@@ -121,7 +123,7 @@ def command(
         make(final, overwrite)
         return
     pushing.begin(target)
-    if final.exists() and not overwrite:
+    if not overwrite and final.is_dir() and any(final.iterdir()):
         pushing.require_same(found, final, make, None if found.tree.adapters else tensors)
     else:
         make(final, overwrite)

@@ -96,6 +96,7 @@ def metadata(card: str) -> dict[str, object]:
 
 
 def test_a_new_repository_is_private_and_has_the_export_and_a_card(hub: Hub, folder: Path) -> None:
+    (folder / "export" / "hf").mkdir(parents=True)  # an empty folder is no export
     done = export(hub, folder, "--push", "ada/llama-mine")
     assert done.returncode == 0, done.stderr
     assert "%|" not in done.stderr, "bars are for terminals"
@@ -199,7 +200,9 @@ def test_a_failed_upload_leaves_the_export_and_says_how_to_go_on(fault: str, say
 
 
 def test_another_export_is_not_pushed_under_this_name(hub: Hub, folder: Path) -> None:
-    assert export(hub, folder, "--dry-run", "--push", "ada/mine").returncode == 0
+    done = export(hub, folder, "--dry-run", "--push", "ada/mine")
+    assert done.returncode == 0
+    assert "would be pushed to ada/mine (private, new)" in done.stderr
     assert hub.writes.repositories == {}
     run("export", folder / "runs" / "maxtext-sft", "--out", folder / "export" / "hf", "--dtype", "float32")
     done = export(hub, folder, "--push", "ada/mine")
