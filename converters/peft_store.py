@@ -128,7 +128,9 @@ def read_facts(folder: Path, model: ModelSpec, headers: Mapping[str, Tensor]) ->
         raise CheckpointError(f"{path}: r is {rank!r} and lora_alpha is {alpha!r}, both must be numbers")
     if config.get("use_rslora"):
         alpha = alpha * math.sqrt(rank)
-    targets = _targets(folder, headers, config.get("target_modules"))
+    # With modules left out by pattern, the list alone does not say what is adapted.
+    modules = None if config.get("exclude_modules") else config.get("target_modules")
+    targets = _targets(folder, headers, modules)
     base = config.get("base_model_name_or_path")
     return AdapterFacts(rank, alpha, targets, base=base if isinstance(base, str) and base else None)
 

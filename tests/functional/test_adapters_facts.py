@@ -128,6 +128,18 @@ def test_what_changes_nothing_is_accepted(case: Any, tmp_path: Path) -> None:
     assert import_peft(folder, model, "tunix", True, tmp_path / "0").targets == cases.ALL
 
 
+def test_excluded_modules_are_not_missed(case: Any, tmp_path: Path) -> None:
+    """PEFT leaves the list of targets as it was typed, and the excluded ones without factors."""
+    model, factors, folder = case
+    kept = {key: value for key, value in factors.items() if key[1] != "v"}
+    listed = {"target_modules": [f"{target}_proj" for target in cases.ALL]}
+    cases.write_peft(folder, kept, RANK, 4, **listed)
+    with pytest.raises(CheckpointError, match="the tensors are of q, k, o, gate, up, down"):
+        import_peft(folder, model, "tunix", True, tmp_path / "0")
+    cases.write_peft(folder, kept, RANK, 4, **listed, exclude_modules=["v_proj"])
+    assert "v" not in import_peft(folder, model, "tunix", True, tmp_path / "0").targets
+
+
 def test_rslora_becomes_the_alpha_of_the_same_scale(case: Any, tmp_path: Path) -> None:
     model, factors, folder = case
     cases.write_peft(folder, factors, RANK, 4, use_rslora=True)
