@@ -82,6 +82,8 @@ def kind(annotation: Any) -> str:
         return f"list of {kind(args[0])}"
     if origin is dict:
         return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"`{{{', '.join(annotation.model_fields)}}}`"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))
 
