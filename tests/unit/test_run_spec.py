@@ -67,6 +67,7 @@ def test_the_source_must_be_named() -> None:
         ("data: {packing: 1}", "data.packing: Input should be a valid boolean, found 1"),
         ("engine: megatron", "engine: Input should be 'maxtext' or 'tunix', found 'megatron'"),
         ("lora: {targets: [q, w]}", "lora.targets.1: Input should be 'q', 'k', 'v', 'o', 'gate', 'up' or 'down'"),
+        ("lora: {targets: []}", "lora.targets: Tuple should have at least 1 item"),
         ("data: {train: 3}", "data.train: Input should be a valid string, found 3"),
         ("data: {train: [a, 3]}", "data.train.1: Input should be a valid string, found 3"),
         ("data: {train: [{source: a, wieght: 3}]}", "data.train.0.wieght: unknown key (did you mean weight?)"),
