@@ -154,7 +154,7 @@ class LoraSection(Section):
 
     rank: Positive = 16
     alpha: PositiveFloat = 32.0
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapters' inputs (tunix alone)")
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = ("q", "k", "v", "o", "gate", "up", "down")
     tile_size: Positive = Field(32, description="values that share one NF4 scale (qlora)")
 
