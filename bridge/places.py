@@ -36,7 +36,8 @@ class BucketPath(PosixPath):
         super().__init__(*(part.removeprefix(SCHEME) if isinstance(part, str) else part for part in segments))
 
     def __str__(self) -> str:
-        return f"{SCHEME}{super().__str__()}"
+        text = super().__str__()
+        return f"{SCHEME}{text}" if text.startswith("//") else text  # else one relative to another
 
     def __fspath__(self) -> NoReturn:
         """Refuse: the operating system would take it for a folder `gs:` of this disk."""
@@ -273,6 +274,11 @@ def refuse_remote(path: str | Path) -> None:
 def in_bucket(path: str | Path) -> bool:
     """Whether a path, or a text that means one, lies in a bucket."""
     return isinstance(path, BucketPath) or BUCKET.match(str(path)) is not None
+
+
+def scratch(folder: Path) -> Path | None:
+    """Where what a command needs for a while goes, as tempfile takes it: beside what it reads, else this host's own."""
+    return None if isinstance(folder, BucketPath) else folder
 
 
 def orbax_path(path: Path) -> Any:

@@ -165,7 +165,7 @@ def compare_logits(found: Checkpoint, folder: Path, tokens: int, tolerance: floa
     limit = tolerance if tolerance is not None else compare.tolerance_of(reference, exact)
     common.say(f"{found.engine} f32 on the same tokens ...")
     if found.trained:
-        with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
+        with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=places.scratch(found.chosen.home)) as temporary:
             logits = engine_logits(found, rounded(found, folder, Path(temporary)), inputs)
     else:
         logits = engine_logits(found, found.chosen.item, inputs)

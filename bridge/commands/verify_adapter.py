@@ -13,6 +13,7 @@ from bridge.commands.forward import adapted_pass
 from bridge.commands.verify import same_bits, show, write_report
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError
+from bridge.places import scratch
 
 if TYPE_CHECKING:
     from bridge.commands.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def run(
     """
     common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) on its base {base}")
     profile = None
-    with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=found.chosen.home) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=scratch(found.chosen.home)) as temporary:
         merged = Path(temporary) / "merged"
         if exact:
             folder = reference or (workspace.export("hf") if workspace else None)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import adapter_cases
 import checkpoints
 import fake_bucket
 import pytest
@@ -171,6 +172,25 @@ def test_a_model_folder_in_a_bucket(
     bucket.delete("models/hf/config.json")
     with pytest.raises(CheckpointError, match=f"{address}/config.json does not exist"):
         checkpoints.run(*again)
+    assert not (tmp_path / "no").exists()
+
+
+def test_adapters(bucket: Bucket, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    factors = adapter_cases.random_factors(json.loads((source / "config.json").read_text()), 4)
+    adapter = adapter_cases.write_peft(tmp_path / "adapter", factors, 4, 8.0)
+    base = bucket.put(source, "base")
+    for to, model in ((f"{ROOT}/ck", base), ("ck", source)):
+        checkpoints.run("convert", adapter, "--base", model, "--to", "maxtext", "--out", to)
+    for form, file in (("peft", "adapter_model.safetensors"), ("hf", "model.safetensors")):
+        checkpoints.run("export", f"{ROOT}/ck", "--to", form, "--out", f"{ROOT}/{form}")
+        checkpoints.run("export", "ck", "--to", form, "--out", form)
+        assert bucket.read(f"{form}/{file}") == (tmp_path / form / file).read_bytes()
+    exact = ("verify", f"{ROOT}/ck", "--exact", "--json", "--reference")
+    assert checkpoints.run(*exact, f"{ROOT}/hf").code == 0
+    assert checkpoints.run(*exact, base).code == 1  # not the merge
+    with pytest.raises(UnsupportedError, match=r"adapter_model\.safetensors lies in a bucket"):
+        checkpoints.run("convert", f"{ROOT}/peft", "--base", source, "--to", "maxtext", "--out", "no")
     assert not (tmp_path / "no").exists()
 
 
