@@ -42,7 +42,7 @@ class Fix:
 
 def fixes() -> tuple[Fix, ...]:
     """Every correction, of both engines."""
-    modules = [importlib.import_module(f"bridge.fixes_{engine}") for engine in PACKAGES]
+    modules = [importlib.import_module(f"bridge.fixes_{name}") for name in (*PACKAGES, "memory")]
     return tuple(fix for module in modules for fix in module.FIXES)
 
 

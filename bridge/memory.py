@@ -1,127 +1,58 @@
-"""Memory of a training step, from shapes alone: what a method holds on each device, and how long a row may be.
+"""Memory of a training step, from shapes alone: what a method holds on each device.
 
-An estimate to plan with, in bytes a device. What the arguments of the step take follows from shapes. What it holds
-meanwhile follows what XLA says of Tunix's SFT, LoRA and QLoRA steps compiled for a CPU (tests/unit/test_memory.py);
-MaxText trains through the same trainer. DPO, several devices and GPUs are not measured.
+Arguments of the step are exact. What it holds meanwhile is fitted to what XLA says of the engines' own steps compiled
+for a CPU (docs/parity.md, tests/parity/test_step_memory.py); a GPU's own figures have not been measured.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge import mesh
-from bridge.errors import BridgeError, SpecError, UnsupportedError
-from bridge.mesh import Mesh
+from bridge.mesh import Mesh, gathered_bytes
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
-METHODS = (("maxtext", "sft"), ("tunix", "sft"), ("tunix", "lora"), ("tunix", "qlora"), ("tunix", "dpo"))
-LENGTH_STEP = 128
-# JAX takes 75 % of a GPU unless cluster.memory_fraction says otherwise; 92 % leaves CUDA, cuDNN and NCCL their part.
-JAX_FRACTION, MOST_FRACTION = 0.75, 0.92
-# Bytes a token of a batch: ids, positions, segments (int32 each) and the loss mask (one byte).
-BATCH_BYTES = 13
+# Bytes a token of a batch that the step reads: int32 each but the loss mask; MaxText's step leaves one of six unread.
+BATCH_BYTES = {"tunix": 13, "maxtext": 20}
+SCALARS = {"tunix": 16, "maxtext": 12}
+"""Counts of the optimizer, its schedule and its steps; in Tunix the learning rate too. Accumulation has three more."""
 # Bytes an attention score and a logit: three float32 arrays; two, and the logits in the compute dtype.
 SCORE_BYTES, LOGIT_BYTES = 12, 8
-SCALARS = 12
-"""The optimizer's count and learning rate, with the count of its schedule."""
-REASONS = {
-    "sft": "changes all weights: for new knowledge, languages and deep changes",
-    "dpo": "all weights, from pairs of better and worse answers, with a frozen copy as the reference",
-    "lora": "adapters on a frozen base: most of what full SFT reaches, at a fraction of the memory",
-    "qlora": "adapters on a base in NF4: for style, format and narrow domains; counted with the whole base unpacked "
-    "within a step, as XLA does on a CPU (not measured on a GPU)",
-}
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Equal accelerators: how many on each host, and the bytes of each."""
-
-    hosts: int
-    per_host: int
-    bytes: int
-
-    @property
-    def count(self) -> int:
-        """All of them."""
-        return self.hosts * self.per_host
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. `parameters`, `optimizer` and `batch` are the step's arguments, the rest comes and goes."""
+    """Bytes on one device. The first four are held between steps too, the rest comes and goes within one."""
 
     parameters: int
+    reference: int
+    """The frozen copy of dpo; it is no argument of the train step."""
     optimizer: int
     batch: int
     gradients: int
     """In the compute dtype; as the backward pass goes they take the place of the weights' copies in that dtype."""
-    updated: int
-    """New values of the trained weights: Tunix's trainer does not give the old ones up before it has the new."""
-    compute: int
-    """Weights gathered from other devices, or unpacked from NF4, for the layer at work."""
+    gathered: int
+    """Weights on their way from other devices, for the layers at work."""
+    unpacked: int
+    """Matrices unpacked from NF4, for the layers at work."""
     activations: int
+    update: int
+    """What the update of the weights takes beyond the four above, which are mostly free again by then."""
 
     @property
     def arguments(self) -> int:
-        """What is held between steps too."""
+        """What the step is given."""
         return self.parameters + self.optimizer + self.batch
 
     @property
+    def temporary(self) -> int:
+        """What it holds beside that at its peak."""
+        return self.gradients + self.gathered + self.unpacked + self.activations + self.update
+
+    @property
     def total(self) -> int:
-        """All at once: an upper bound."""
-        return self.arguments + self.gradients + self.updated + self.compute + self.activations
-
-
-@dataclass(frozen=True)
-class Option:
-    """A way to train: whether it fits, on which mesh, and why it is or is not to be had."""
-
-    engine: str
-    method: str
-    fits: bool
-    mesh: Mesh | None
-    memory: Memory | None
-    longest: int
-    """The largest sequence length that fits, a multiple of 128; 0 when none does."""
-    reason: str
-
-
-def parse_devices(text: str) -> Devices:
-    """`1x24GB`, `8x80GB`, `2x8x80GB` (hosts x devices x memory); GB are 10^9 bytes, GiB 2^30.
-
-    Raises:
-        BridgeError: something else.
-    """
-    found = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x(\d{1,4}(?:\.\d+)?)(GB|GiB)", text.strip())
-    if found is None or not int(found[1] or 1) or not int(found[2]) or not float(found[3]):
-        raise BridgeError(f"{text!r} does not say which devices", hint="for example 1x24GB, 8x80GB, 2x8x80GB or auto")
-    unit = 10**9 if found[4] == "GB" else 1 << 30
-    return Devices(int(found[1] or 1), int(found[2]), int(float(found[3]) * unit))
-
-
-def adapter_parameters(model: ModelSpec, run: RunSpec) -> int:
-    """Weights of the adapters: rank x (inputs + outputs) of every target in every layer."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sizes = {
-        "q": model.embed + queries,
-        "k": model.embed + keys,
-        "v": model.embed + keys,
-        "o": queries + model.embed,
-        "gate": model.embed + model.mlp,
-        "up": model.embed + model.mlp,
-        "down": model.mlp + model.embed,
-    }
-    return model.layers * run.lora.rank * sum(sizes[target] for target in run.lora.targets)
-
-
-def projections(model: ModelSpec) -> int:
-    """Weights of the seven projections of all layers: what NF4 holds; the rest is embedding, head and norms."""
-    attention = model.embed * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    return model.layers * (attention + 3 * model.embed * model.mlp)
+        """All at once."""
+        return self.arguments + self.reference + self.temporary
 
 
 def estimate(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Mesh, length: int) -> Memory:
@@ -130,163 +61,115 @@ def estimate(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Me
     Args:
         model: the facts.
         run: batch, dtypes, adapters and accumulation; its own method and length do not count.
-        engine, method: a pair of `METHODS`.
+        engine: `maxtext` or `tunix`.
+        method: sft, lora, qlora or dpo.
         shape: the mesh; weights are cut along fsdp and tensor, rows along data and fsdp.
-        length: tokens a row.
+        length: tokens a row; of a preference pair, half of them are taken for the answer's.
     """
-    del engine  # both train through the same trainer
-    total, shards = model.parameters, shape.fsdp * shape.tensor
-    wide = 4 if run.train.dtype == "float32" else 2
+    train, shards = run.train, shape.fsdp * shape.tensor
+    wide = 4 if train.dtype == "float32" else 2
     adapters = method in ("lora", "qlora")
-    trained = adapter_parameters(model, run) if adapters else total
-    held = _weight_bytes(model, run, method)
-    rows = run.train.batch_per_device * shape.tensor * (2 if method == "dpo" else 1)
-    accumulator = 4 * trained if run.train.gradient_accumulation > 1 else 0
-    trained_width = 4 if adapters or run.train.weight_dtype != "bfloat16" else 2
-    layer = projections(model) // model.layers
-    # With several devices, two layers are on the way and the embedding or the head is whole.
-    gathered = wide * (2 * layer + model.vocab * model.embed) if shards > 1 else 0
-    # XLA for the CPU unpacks every layer at once, whatever is computed again; whether a GPU's does is not measured.
-    unpacked = wide * projections(model) // shards if method == "qlora" else 0
-    row = 0 if adapters else trained_width * model.embed // shards
+    width = 4 if adapters or train.weight_dtype != "bfloat16" else 2
+    trained = _adapters_on_a_device(model, run, shape) if adapters else _weights_on_a_device(model, shape)
+    rows = train.batch_per_device * shape.tensor * (2 if method == "dpo" else 1)
+    accumulates = train.gradient_accumulation > 1
+    gradients = (width if adapters else wide) * trained
+    gathered = gathered_bytes(model, shape, wide)
+    unpacked = _unpacked(model, wide) // shards if method == "qlora" else 0
+    kept, layer, head = _activations(
+        model, rows, length, wide, shape.tensor, length // 2 if method == "dpo" else length
+    )
+    update = (width if adapters else width + wide) * trained
+    if accumulates and not adapters:
+        # The new values are the result of a condition, and one matrix of them is worked on.
+        update = 2 * width * trained + width * model.vocab * model.embed // shards
+    if engine == "maxtext":
+        # Its layers are one loop: their gradients come out of it together, and only then become float32.
+        update += wide * projections(model) // shards + layer
+    standing = gradients + gathered + unpacked + kept + max(layer, head)
     return Memory(
-        parameters=held // shards,
-        optimizer=(2 * trained_width * trained + accumulator) // shards + SCALARS,
-        batch=BATCH_BYTES * rows * length,
-        gradients=(4 if adapters else wide) * trained // shards,
-        updated=trained_width * trained // shards,
-        compute=gathered // shape.tensor + unpacked,
-        activations=_activations(model, rows, length, wide, shape.tensor, row),
+        parameters=_held(model, run, method, shape) + (4 * trained if adapters else 0),
+        reference=wide * _weights_on_a_device(model, shape) if method == "dpo" else 0,
+        optimizer=(3 if accumulates else 2) * width * trained + SCALARS[engine] + (12 if accumulates else 0),
+        batch=_pairs(rows, length) if method == "dpo" else BATCH_BYTES[engine] * rows * length,
+        gradients=gradients,
+        gathered=gathered,
+        unpacked=unpacked,
+        activations=kept + max(layer, head),
+        update=max(0, update - standing),
     )
 
 
-def _weight_bytes(model: ModelSpec, run: RunSpec, method: str) -> int:
-    """All weights that lie on the devices between steps: policy, adapters, reference."""
-    total = model.parameters
+def adapter_parameters(model: ModelSpec, run: RunSpec) -> int:
+    """Weights of the adapters: rank x (inputs + outputs) of every target in every layer."""
+    return _adapters_on_a_device(model, run, Mesh(1, 1, 1))
+
+
+def _adapters_on_a_device(model: ModelSpec, run: RunSpec, shape: Mesh) -> int:
+    """Of each pair of matrices one has the width of embed, cut along fsdp; the other heads or mlp, cut along tensor."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    others = {"q": queries, "k": keys, "v": keys, "o": queries, "gate": model.mlp, "up": model.mlp, "down": model.mlp}
+    each = [model.embed // shape.fsdp + others[target] // shape.tensor for target in run.lora.targets]
+    return model.layers * run.lora.rank * sum(each)
+
+
+def _weights_on_a_device(model: ModelSpec, shape: Mesh) -> int:
+    """All weights; the norms are cut along tensor alone."""
+    norms = (2 * model.layers + 1) * model.embed
+    return (model.parameters - norms) // (shape.fsdp * shape.tensor) + norms // shape.tensor
+
+
+def projections(model: ModelSpec) -> int:
+    """Weights of the seven projections of all layers: what NF4 holds; the rest is embedding, head and norms."""
+    attention = model.embed * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    return model.layers * (attention + 3 * model.embed * model.mlp)
+
+
+def _held(model: ModelSpec, run: RunSpec, method: str, shape: Mesh) -> int:
+    """The weights between steps, adapters and reference aside."""
+    weights = _weights_on_a_device(model, shape)
     chosen = {"float32": 4, "bfloat16": 2}.get(run.train.weight_dtype)
-    if method == "sft":
-        return (chosen or 4) * total
-    if method == "dpo":
-        return ((chosen or 4) + (4 if run.train.dtype == "float32" else 2)) * total
-    adapters, base = 4 * adapter_parameters(model, run), chosen or 2
+    if method in ("sft", "dpo"):
+        return (chosen or 4) * weights
+    base = chosen or 2
     if method == "lora":
-        return base * total + adapters
-    packed, tile = projections(model), run.lora.tile_size
-    # The output projection is cut along head_dim, and all heads share its scales.
-    output = model.layers * model.heads * model.head_dim * model.embed
-    scales = (packed - output + output // model.heads) // tile
-    return packed // 2 + base * scales + base * (total - packed) + adapters
+        return base * weights
+    packed, tile, shards = projections(model), run.lora.tile_size, shape.fsdp * shape.tensor
+    # The output projection is cut along head_dim, and all heads share its scales, which tensor cannot cut.
+    output = model.layers * model.head_dim * model.embed
+    scales = (packed - output * model.heads) // tile // shards + output // tile // shape.fsdp
+    return packed // 2 // shards + base * scales + base * (weights - packed // shards)
 
 
-def _activations(model: ModelSpec, rows: int, length: int, wide: int, tensor: int, row: int) -> int:
-    """Inputs of all layers are kept; one layer is computed again, and the logits, but not at the same time.
+def _unpacked(model: ModelSpec, wide: int) -> int:
+    """Two matrices of an MLP, and one of the attention of every layer.
 
-    XLA lets an array lie where new weights will be written, if it is no larger: two arrays of logits or of scores find
-    room in a new embedding and head, those of a layer in its new projections.
+    XLA for the CPU drops the barriers that keep a layer's matrices packed until its turn before it decides upon the
+    order, and then takes those early; for a GPU it drops them afterwards.
+    """
+    return wide * model.embed * (2 * model.mlp + model.layers * model.heads * model.head_dim)
+
+
+def _pairs(rows: int, length: int) -> int:
+    """Ids, positions, the attention mask (a byte a pair of tokens), the answers' mask and the reference's sums."""
+    return rows * (8 * length + length * length + length // 2 + 4)
+
+
+def _activations(
+    model: ModelSpec, rows: int, length: int, wide: int, tensor: int, counted: int
+) -> tuple[int, int, int]:
+    """The inputs of all layers, which are kept; one layer, computed again; the logits. The last two come in turn.
 
     Args:
+        model: the facts.
         rows, length: of the batch on one device.
         wide: bytes of a value in the compute dtype.
         tensor: devices that share heads, mlp and vocabulary.
-        row: bytes of one new row of the embedding on a device; 0 where no weights are new.
+        counted: tokens a row whose logits the loss takes.
     """
     tokens = rows * length
     queries = (model.heads + 2 * model.kv_heads) * model.head_dim
     layer = tokens * wide * (4 * model.embed + (2 * queries + 3 * model.mlp) // tensor)
-    kept = model.layers * tokens * model.embed * wide
-    if tokens * wide <= row:
-        layer, kept = 0, 0
-    scores, logits = rows * model.heads * length * length // tensor, tokens * model.vocab // tensor
-    layer += SCORE_BYTES * scores - _places(model, 4 * scores, row)
-    head = (LOGIT_BYTES + wide) * logits - _places(model, 4 * logits, row)
-    return kept + max(layer, head)
-
-
-def _places(model: ModelSpec, size: int, row: int) -> int:
-    """Bytes of up to two arrays of a size that lie in the new embedding and in a new head."""
-    return size * (1 if model.tied else 2) if size <= row * model.vocab else 0
-
-
-def options(model: ModelSpec, run: RunSpec, devices: Devices) -> tuple[Option, ...]:
-    """Every method of `METHODS` on some devices, at the spec's batch and length."""
-    return tuple(_option(model, run, devices, engine, method) for engine, method in METHODS)
-
-
-def _option(model: ModelSpec, run: RunSpec, devices: Devices, engine: str, method: str) -> Option:
-    try:
-        shape = _mesh(model, run, devices, engine, method)
-    except (SpecError, UnsupportedError) as error:
-        text = "; ".join([error.message, *error.details])
-        return Option(engine, method, False, None, None, 0, _with_hint(text, error.hint or _change(model, devices)))
-    length = min(run.train.sequence_length, model.context)
-    memory = estimate(model, run, engine, method, shape, length)
-    fraction = run.cluster.memory_fraction or MOST_FRACTION
-    usable = int(devices.bytes * fraction)
-    longest = _longest(model, run, engine, method, shape, usable)
-    fits = memory.total <= usable
-    reason = REASONS[method] if fits else _short(memory, usable, longest)
-    if fits and run.cluster.memory_fraction is None and memory.total > JAX_FRACTION * devices.bytes:
-        reason += f"; set cluster.memory_fraction: {MOST_FRACTION} (JAX alone takes {JAX_FRACTION:.0%})"
-    return Option(engine, method, fits, shape, memory, longest, reason)
-
-
-def _mesh(model: ModelSpec, run: RunSpec, devices: Devices, engine: str, method: str) -> Mesh:
-    """The mesh, if the engine can divide the model so.
-
-    Raises:
-        SpecError, UnsupportedError: it cannot; the rules are those of `mesh.check` and of Tunix's shardings.
-    """
-    shape = mesh.resolve(run.mesh, devices.count)
-    mesh.check(shape, model)
-    if engine == "tunix" and shape.data != 1:
-        raise UnsupportedError(f"mesh.data {shape.data}: Tunix's Llama has no data axis", hint="use mesh.fsdp instead")
-    if engine == "tunix" and model.embed % shape.tensor:
-        raise SpecError(f"tensor {shape.tensor} does not divide embed {model.embed}")
-    if method == "qlora":
-        tile = run.lora.tile_size
-        sizes = {"head_dim": model.head_dim, "embed": model.embed, "mlp": model.mlp}
-        wrong = [
-            f"{name} {size} is no multiple of lora.tile_size {tile}" for name, size in sizes.items() if size % tile
-        ]
-        if wrong:
-            raise UnsupportedError("NF4 tiles do not fit", details=wrong, hint="lower lora.tile_size")
-        if model.embed // tile % shape.fsdp:
-            raise SpecError(f"fsdp {shape.fsdp} does not divide the {model.embed // tile} NF4 tiles of embed")
-    return shape
-
-
-def _change(model: ModelSpec, devices: Devices) -> str:
-    fitting = max(count for count in range(1, devices.count + 1) if model.embed % count == 0)
-    return f"{fitting} of the {devices.count} devices can share embed {model.embed} evenly"
-
-
-def _with_hint(text: str, hint: str) -> str:
-    return f"{text}; {hint}"
-
-
-def _longest(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Mesh, usable: int) -> int:
-    """By bisection: memory rises with the length."""
-    low, high = 0, model.context // LENGTH_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if estimate(model, run, engine, method, shape, middle * LENGTH_STEP).total <= usable:
-            low = middle
-        else:
-            high = middle - 1
-    return low * LENGTH_STEP
-
-
-def _short(memory: Memory, usable: int, longest: int) -> str:
-    missing = f"{memory.total / 1e9:.1f} GB are needed, {usable / 1e9:.1f} GB are to be had"
-    if longest:
-        return f"{missing}; rows of {longest} tokens fit"
-    if memory.arguments > usable:
-        return f"{missing}: the weights and their state alone take {memory.arguments / 1e9:.1f} GB; more devices"
-    return f"{missing}, even with rows of {LENGTH_STEP} tokens; more devices"
-
-
-def recommend(found: Sequence[Option], devices: Devices) -> Option | None:
-    """Full SFT where it fits on eight devices or more, else LoRA, else QLoRA, else what fits; None: nothing does."""
-    full = [option for option in found if option.method == "sft" and devices.count >= 8]
-    order = [*full, *(option for option in found if option.method in ("lora", "qlora")), *found]
-    return next((option for option in order if option.fits and option.method != "dpo"), None)
+    layer += SCORE_BYTES * rows * model.heads * length * length // tensor
+    head = rows * (wide * length + LOGIT_BYTES * counted) * model.vocab // tensor
+    return model.layers * tokens * model.embed * wide, layer, head

@@ -75,10 +75,9 @@ def make_mesh(run: RunSpec, model: ModelSpec) -> Any:
     import jax
     import numpy as np
 
-    shape = mesh.resolve(run.mesh, jax.device_count())
+    shape = mesh.for_run(run, model, jax.device_count())
     if shape.data != 1:
         raise UnsupportedError(f"mesh.data {shape.data}: Tunix's Llama has no data axis", hint="use mesh.fsdp instead")
-    mesh.check(shape, model)
     if model.embed % shape.tensor:
         raise SpecError(f"tensor {shape.tensor} does not divide embed {model.embed}: Tunix shards the norms along it")
     # Its advice, jax.set_mesh, would make Tunix shard nothing, in silence.

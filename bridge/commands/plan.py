@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from bridge import memory
+from bridge import options
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
 from bridge.errors import BridgeError
-from bridge.memory import Devices, Option
 from bridge.model_spec import ModelSpec
+from bridge.options import Devices, Option
 
 
 @click.command(epilog=common.examples("bridge plan --devices 8x80GB", "bridge plan --devices auto --json"))
@@ -28,9 +28,9 @@ def command(devices: str, spec: Path | None, as_json: bool) -> None:
     """
     workspace = Workspace.open(spec)
     model = model_of(workspace)
-    there = local_devices() if devices == "auto" else memory.parse_devices(devices)
-    found = memory.options(model, workspace.run, there)
-    chosen = memory.recommend(found, there)
+    there = local_devices() if devices == "auto" else options.parse_devices(devices)
+    found = options.options(model, workspace.run, there)
+    chosen = options.recommend(found, there)
     if as_json:
         common.emit(as_values(found, chosen, there))
     else:
@@ -95,8 +95,8 @@ def lines(found: tuple[Option, ...], chosen: Option | None, devices: Devices, le
             shown.append(f"{name:14} {'no':5} {'-':>7} {'-':>8} {'-':>7} {'-':>7} {'-':>7} {'-':>8}  {option.reason}")
             continue
         m = option.memory
-        work = m.updated + m.compute + m.activations + m.batch
-        parts = [m.total, m.parameters, m.optimizer, m.gradients, work]
+        work = m.total - m.parameters - m.reference - m.optimizer - m.gradients
+        parts = [m.total, m.parameters + m.reference, m.optimizer, m.gradients, work]
         cells = [f"{part / 1e9:{width}.2f}" for part, width in zip(parts, (7, 8, 7, 7, 7), strict=True)]
         shown.append(
             f"{name:14} {'yes' if option.fits else 'no':5} {' '.join(cells)} {option.longest:8}  {option.reason}"

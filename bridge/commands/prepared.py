@@ -72,8 +72,7 @@ def prepare(workspace: Workspace, engine: str, method: str | None, name: str | N
     cluster = placing.cluster_of(workspace, run, run_dir.name, hardware, os.environ)
     total = placing.total_devices(run, cluster, hardware, os.environ)
     placed = Placed(cluster, placing.site_of(run, cluster, run_dir, hardware, total, os.environ))
-    shape = mesh.resolve(run.mesh, total)
-    mesh.check(shape, model)
+    shape = mesh.for_run(run, model, total)
     run, length = epochs.resolve(workspace, run, total, converted, common.say)
     small = run_dir if places.in_bucket(converted) else converted  # where `begin` puts them
     tokenizer = str(workspace.tokenizer_folder()) if run.model.tokenizer else str(small / sidecar.HF)

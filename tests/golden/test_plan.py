@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from golden_types import Golden
 
-from bridge import memory
+from bridge import options
 from bridge.commands.plan import lines
 from bridge.model_spec import ModelSpec, RopeScaling
 from bridge.run_spec import RunSpec
@@ -16,7 +16,7 @@ MODEL = ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, RopeScaling(8
 @pytest.mark.parametrize("devices", ["1x16GB", "1x24GB", "8x80GB", "2x8x80GB", "7x80GB"])
 def test_llama_8b(devices: str, golden: Golden) -> None:
     run = RunSpec.model_validate({"model": {"source": "x"}})
-    there = memory.parse_devices(devices)
-    found = memory.options(MODEL, run, there)
-    text = "\n".join(lines(found, memory.recommend(found, there), there, run.train.sequence_length)) + "\n"
+    there = options.parse_devices(devices)
+    found = options.options(MODEL, run, there)
+    text = "\n".join(lines(found, options.recommend(found, there), there, run.train.sequence_length)) + "\n"
     golden(f"plan/{devices}.txt", text)

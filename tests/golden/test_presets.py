@@ -16,11 +16,12 @@ from checkpoints import run
 from golden_types import Golden
 from hf_configs import LLAMA3, OLD
 
-from bridge import memory, run_spec
+from bridge import run_spec
 from bridge.commands.init import presets
 from bridge.commands.prepared import prepare
 from bridge.commands.workspace import Workspace
 from bridge.model_spec import ModelSpec
+from bridge.options import options, parse_devices
 
 PRESETS = presets()
 # The config.json of each model, as far as it differs from Llama 3.1 8B's; from the models' pages on the hub.
@@ -205,9 +206,9 @@ def test_it_fits_the_devices_it_names(preset: str) -> None:
     spec = run_spec.parse(PRESETS[preset])
     found = re.search(r"(?:(\d+) hosts of )?(?:(\d+) x |one )(\d+) GB", PRESETS[preset].splitlines()[0])
     assert found is not None
-    devices = memory.parse_devices(f"{found[1] or 1}x{found[2] or 1}x{found[3]}GB")
+    devices = parse_devices(f"{found[1] or 1}x{found[2] or 1}x{found[3]}GB")
     model = ModelSpec.from_hf_config({**OLD, **MODELS[model_of(preset)]})
-    options = {(option.engine, option.method): option for option in memory.options(model, spec, devices)}
-    option = options[spec.engine, spec.train.method]
+    ways = {(option.engine, option.method): option for option in options(model, spec, devices)}
+    option = ways[spec.engine, spec.train.method]
     assert option.fits, option.reason
     assert "memory_fraction" not in option.reason
