@@ -36,6 +36,7 @@ __all__ = [
     "facts_from_options",
     "import_peft",
     "measure_checkpoint",
+    "plan_peft",
     "recorded_by_engine",
 ]
 
@@ -158,9 +159,7 @@ def import_peft(adapter: Path, model: ModelSpec, engine: str, scanned: bool, ste
         CheckpointError: it is incomplete, damaged, or not of this model.
     """
     source = PeftSource(adapter)
-    facts = with_recorded(adapter, read_facts(adapter, model, source.headers))
-    arrays = plan_adapter(model, engine, scanned, facts.targets, facts.rank)
-    check_tensors(arrays, source.headers, model, facts)
+    facts, arrays = _checked(source, adapter, model, engine, scanned)
     axes = {**axes_of(model), RANK: facts.rank}
     rounding = _read_rounding(adapter)
     sink = TreeSink(step_dir, ITEMS[engine])
@@ -169,6 +168,29 @@ def import_peft(adapter: Path, model: ModelSpec, engine: str, scanned: bool, ste
     custom = {"lora": {"lora_rank": facts.rank, "lora_alpha": facts.alpha}, "scan_layers": scanned}
     sink.finish(custom if engine == "maxtext" else {})
     return facts
+
+
+def plan_peft(adapter: Path, model: ModelSpec, engine: str, scanned: bool) -> tuple[AdapterFacts, dict[str, Tensor]]:
+    """What `import_peft` would write: the facts, and shape and dtype of every array; nothing is written.
+
+    Raises:
+        UnsupportedError, CheckpointError: as `import_peft`.
+    """
+    source = PeftSource(adapter)
+    facts, arrays = _checked(source, adapter, model, engine, scanned)
+    axes = {**axes_of(model), RANK: facts.rank}
+    kinds = {array.name: _engine_dtype(array, array.factor.block(axes), source) for array in arrays}
+    return facts, {array.name: Tensor(array.shape, kinds[array.name]) for array in arrays}
+
+
+def _checked(
+    source: PeftSource, adapter: Path, model: ModelSpec, engine: str, scanned: bool
+) -> tuple[AdapterFacts, tuple[FactorArray, ...]]:
+    """The facts of a PEFT adapter and its arrays in the engine, compared with its tensors."""
+    facts = with_recorded(adapter, read_facts(adapter, model, source.headers))
+    arrays = plan_adapter(model, engine, scanned, facts.targets, facts.rank)
+    check_tensors(arrays, source.headers, model, facts)
+    return facts, arrays
 
 
 def _import_array(

@@ -117,7 +117,7 @@ def write_peft(found: Checkpoint, facts: AdapterFacts, final: Path, overwrite: b
     from bridge.converters.adapters import export_peft
     from bridge.outputs import new_folder
 
-    with new_folder(final, overwrite=overwrite) as folder:
+    with new_folder(final, overwrite=overwrite, reads=[found.chosen.item, found.hf]) as folder:
         export_peft(found.chosen.item, facts, found.model, found.engine, found.tree.scanned, folder)
         names = [name for name in sidecar.copy_side_files(found.hf, folder) if name != "config.json"]
         (folder / "config.json").unlink(missing_ok=True)
@@ -151,7 +151,8 @@ def write_merged(
     if ModelSpec.from_folder(base) != found.model:
         raise CheckpointError(f"{base} is another model than the adapter's base", details=[f"{found.chosen.item}"])
     total = sum(stored.tensor.bytes for stored in read_headers(base).values())
-    with new_folder(final, overwrite=overwrite, needs_bytes=total) as folder:
+    reads = [found.chosen.item, found.hf, base]
+    with new_folder(final, overwrite=overwrite, needs_bytes=total, reads=reads) as folder:
         report = export_merged(
             found.chosen.item,
             base,
@@ -184,7 +185,7 @@ def convert_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final
     from bridge.outputs import new_folder
 
     model = ModelSpec.from_folder(base)
-    with new_folder(final, overwrite=overwrite) as folder:
+    with new_folder(final, overwrite=overwrite, reads=[adapter, base]) as folder:
         facts = import_peft(adapter, model, engine, scanned, folder / "0")
         sidecar.Sidecar(
             engine=engine,
@@ -200,6 +201,20 @@ def convert_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final
         ).write(folder)
         sidecar.copy_side_files(base, folder / sidecar.HF)
     common.say(f"adapter of rank {facts.rank}, alpha {facts.alpha:g} in {final.absolute()}")
+
+
+def show_adapter(adapter: Path, base: Path, engine: str, scanned: bool, final: Path) -> None:
+    """What `convert_adapter` would write, for `--dry-run`; the adapter is checked in the same way."""
+    from bridge.converters.adapters import plan_peft
+
+    facts, tensors = plan_peft(adapter, ModelSpec.from_folder(base), engine, scanned)
+    for name, tensor in tensors.items():
+        click.echo(f"{name}  {tensor.dtype}{list(tensor.shape)}  {common.gigabytes(tensor.bytes)}")
+    total = sum(tensor.bytes for tensor in tensors.values())
+    click.echo(
+        f"adapter of rank {facts.rank}, alpha {facts.alpha:g} on {', '.join(facts.targets)}: {len(tensors)} arrays, "
+        f"{common.gigabytes(total)} into {final.absolute()}"
+    )
 
 
 def of_run(run: RunSpec, engine: str, base: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from bridge import outputs, places, sidecar
 from bridge.commands import adapter as adapters
 from bridge.commands import common
 from bridge.commands.workspace import Workspace
-from bridge.errors import BridgeError, CheckpointError
+from bridge.errors import BridgeError, CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from bridge.converters.plan import Move
@@ -78,7 +78,11 @@ def command(
         folder = base or (workspace.model_folder() if workspace else None)
         if folder is None:
             raise BridgeError("which base model has the adapter?", hint="--base DIR names its Hugging Face folder")
-        adapters.convert_adapter(places.place(model), folder, engine, not unscanned, out, overwrite)
+        refuse_of_adapters(dtype=dtype, compression=compression, check=check)
+        if dry_run:
+            adapters.show_adapter(places.place(model), folder, engine, not unscanned, out)
+        else:
+            adapters.convert_adapter(places.place(model), folder, engine, not unscanned, out, overwrite)
         return
     folder, origin, revision = _source(model, workspace)
     if out is None and workspace is None:
@@ -224,6 +228,21 @@ class _Job:
                 "scaled": {rule.engine: rule.scale for rule in self.table.rules if rule.scale},
                 "left_out": self.left_out,
             },
+        )
+
+
+def refuse_of_adapters(dtype: str, compression: str, check: bool) -> None:
+    """Options that mean nothing for an adapter, which is small and keeps its dtype.
+
+    Raises:
+        UnsupportedError: one was given.
+    """
+    given = {"--dtype": dtype != "source", "--compression": compression != "none", "--check": check}
+    named = ", ".join(option for option, told in given.items() if told)
+    if named:
+        raise UnsupportedError(
+            f"{named} of an adapter: its factors are kept as they are, uncompressed",
+            hint="bridge verify compares a converted adapter, switched on in the engine, with PyTorch",
         )
 
 

@@ -134,3 +134,45 @@ def test_checkpoints_are_found_through_the_folder_above(foreign: Foreign, monkey
         bridge("export", f"../{engine}", "--out", f"../{engine}-out")
         exported, original = (oracles.read_hf(Path(f"../{name}"))[0] for name in (f"{engine}-out", "base"))
         assert cases.unequal(exported, original) == []
+
+
+def test_an_adapters_dry_run_writes_nothing_and_says_what_would_be(foreign: Foreign, tmp_path: Path) -> None:
+    peft = str(cases.write_peft(tmp_path / "peft", foreign.factors, RANK, ALPHA))
+    before = sorted(tmp_path.rglob("*"))
+    for engine, unscanned in (("tunix", ()), ("maxtext", ()), ("maxtext", ("--unscanned",))):
+        argv = ("convert", peft, "--base", "base", "--to", engine, "--out", "out", *unscanned)
+        said = bridge(*argv, "--dry-run").stdout.splitlines()
+        assert sorted(tmp_path.rglob("*")) == before
+        bridge(*argv)
+        item = next(Path("out/0").glob("*/_METADATA")).parent
+        stored = cases.read_orbax(item)
+        told = {line.split("  ")[0]: line.split("  ")[1] for line in said[:-1]}
+        names = {name.removeprefix("params.params.").removesuffix(".value"): array for name, array in stored.items()}
+        assert told == {name: f"{array.dtype}{list(array.shape)}" for name, array in names.items()}
+        assert f"{len(names)} arrays" in said[-1]
+        shutil.rmtree("out")
+
+
+def test_options_of_full_checkpoints_are_refused_for_an_adapter(foreign: Foreign, tmp_path: Path) -> None:
+    peft = str(cases.write_peft(tmp_path / "peft", foreign.factors, RANK, ALPHA))
+    argv = ("convert", peft, "--base", "base", "--to", "tunix", "--out", "out")
+    assert "--dtype, --check of an adapter" in refused(*argv, "--dtype", "bfloat16", "--check")
+    assert "--compression of an adapter" in refused(*argv, "--compression", "zstd:1")
+    assert not Path("out").exists()
+
+
+def test_what_is_read_is_never_overwritten(foreign: Foreign, tmp_path: Path) -> None:
+    peft = str(cases.write_peft(tmp_path / "peft", foreign.factors, RANK, ALPHA))
+    bridge("convert", peft, "--base", "base", "--to", "tunix", "--out", "adapter")
+    base = (foreign.base / "model.safetensors").read_bytes()
+    for argv in (
+        ("export", "adapter", "--out", "base"),
+        ("export", "adapter", "--out", "adapter"),
+        ("export", "adapter", "--to", "peft", "--out", "adapter"),
+        ("convert", peft, "--base", "base", "--to", "tunix", "--out", peft),
+        ("convert", peft, "--base", "base", "--to", "tunix", "--out", "base"),
+    ):
+        refused(*argv, "--overwrite")
+    assert (foreign.base / "model.safetensors").read_bytes() == base
+    assert Path(peft, "adapter_model.safetensors").is_file()
+    assert Path("adapter/bridge.json").is_file()
