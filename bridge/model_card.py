@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 import bridge
 from bridge import hub
-from bridge.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from bridge.run_spec import RunSpec
 
 TITLES = {
     "sft": "full fine-tuning",

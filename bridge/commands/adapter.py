@@ -15,12 +15,12 @@ from bridge import places, sidecar
 from bridge.commands import common
 from bridge.errors import CheckpointError
 from bridge.model_spec import FLOAT_DTYPES, ModelSpec, read_json
-from bridge.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from bridge.commands.checkpoint import Checkpoint
     from bridge.commands.workspace import Workspace
     from bridge.converters.adapter_facts import AdapterFacts
+    from bridge.run_spec import RunSpec
 
 
 @dataclass(frozen=True)

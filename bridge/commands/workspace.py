@@ -7,11 +7,14 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bridge import outputs, places, run_spec, sidecar
+from bridge import outputs, places, sidecar
 from bridge.bucket_outputs import COMMIT
 from bridge.errors import AccessError, CheckpointError, SpecError
-from bridge.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from bridge.run_spec import RunSpec
 
 SPEC = "bridge.yaml"
 
@@ -30,6 +33,8 @@ class Workspace:
         Raises:
             SpecError: as `run_spec.load`, or what must lie on this host is in a bucket.
         """
+        from bridge import run_spec  # pydantic takes a quarter of a second, which a verb without a spec is spared
+
         path = spec if spec is not None else Path(SPEC)
         run = run_spec.load(path, overrides)
         check_places(run)
