@@ -50,12 +50,13 @@ def forward_pass(
         quantized_in: the dtype in which training quantized the base, for a config of QLoRA.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
-    engine_fixes.apply("maxtext", frequencies)
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
+    # MaxText's modules print as they are imported, and stdout is for results.
     with contextlib.redirect_stdout(io.StringIO()):
+        engine_fixes.apply("maxtext", frequencies)
         if adapter is None:
             model, mesh, _ = _loaded(config, item, longest, "float32")
         elif quantized_in == "float32":

@@ -136,9 +136,9 @@ def test_the_engine_computes_what_peft_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["maxtext", "tunix"])
+@pytest.mark.parametrize(("engine", "options"), [("maxtext", ()), ("maxtext", ("--unscanned",)), ("tunix", ())])
 def test_a_qlora_adapter_is_verified_in_the_dtype_it_was_trained_in(
-    engine: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, options: tuple[str, ...], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MaxText quantizes in the compute dtype: a pass in f32 would make other weights of the same base."""
     from bridge.converters.adapters import AdapterFacts
@@ -150,8 +150,8 @@ def test_a_qlora_adapter_is_verified_in_the_dtype_it_was_trained_in(
     held = cases.ALL if engine == "tunix" else None
     facts = AdapterFacts(RANK, ALPHA, targets, "nf4", 32, str(base), "bfloat16", held)
     (adapter / "bridge.json").write_text(json.dumps({"adapter": facts.to_json()}))
-    folder = place(base, tmp_path, engine, monkeypatch)
-    bridge("convert", str(adapter), "--base", str(base), "--to", engine, "--out", "adapter")
+    folder = place(base, tmp_path, engine, monkeypatch, *options)
+    bridge("convert", str(adapter), "--base", str(base), "--to", engine, "--out", "adapter", *options)
     result = json.loads(bridge("verify", "adapter", "--tokens", "64", "--json"))
     assert result["ok"] is True
     assert result["max_abs"] <= result["tolerance"] < 1e-3
