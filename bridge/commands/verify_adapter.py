@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from bridge.commands.forward import adapted_pass
 from bridge.commands.verify import same_bits, show, write_report
 from bridge.commands.workspace import Workspace
 from bridge.errors import CheckpointError
+from bridge.model_spec import ModelSpec
 from bridge.places import scratch
 
 if TYPE_CHECKING:
@@ -38,22 +40,35 @@ def run(
     """Compare, show the result, and end with exit code 1 when it fails.
 
     `base` is the Hugging Face folder of the model that was adapted, and `facts` are the adapter's. With `exact`, a
-    merged export (`reference`, or `export/hf`) is compared bit by bit with the merge made anew.
+    merged export (`reference`, or `export/hf`) is compared bit by bit with the merge made anew; a `reference` without
+    it must be that export, too, before logits are compared.
+
+    Raises:
+        CheckpointError: there is no export to compare with, or `reference` is not one of this adapter.
     """
     common.say(f"verifying {found.chosen.item} ({found.chosen.reason}) on its base {base}")
     profile = None
     with tempfile.TemporaryDirectory(prefix=".bridge-verify-", dir=scratch(found.chosen.home)) as temporary:
         merged = Path(temporary) / "merged"
-        if exact:
+        if exact or reference is not None:
             folder = reference or (workspace.export("hf") if workspace else None)
             if folder is None or not folder.is_dir():
                 raise CheckpointError("there is no merged export to compare with", hint="bridge export --to hf")
-            merge(found, facts, base, merged, "source")
-            result = same_bits(folder, merged)
-        else:
+            result = same_as_merged(found, facts, base, folder, Path(temporary) / "anew")
+            if not exact and not result["ok"]:
+                raise CheckpointError(
+                    f"{folder} is not {found.chosen.item} merged into its base: {len(result['different'])} of "
+                    f"{result['tensors']} tensors differ",
+                    details=result["different"],
+                    hint="bridge export --to hf --overwrite",
+                )
+        if not exact:
             merge(found, facts, base, merged, "float32")
             tree = base_tree(found, base, workspace, Path(temporary) / "base")
             result, profile = compare(found, facts, merged, tree, tokens, tolerance)
+            if reference is not None:
+                result["exact"] = True
+                common.say(f"weights: {reference} is the merge, bit for bit")
     if report is not None:
         write_report(report, (str(found.chosen.item), f"{base}, with the adapter merged"), result, profile)
     if as_json:
@@ -62,6 +77,15 @@ def run(
         show(result)
     if not result["ok"]:
         sys.exit(1)
+
+
+def same_as_merged(found: Checkpoint, facts: AdapterFacts, base: Path, folder: Path, anew: Path) -> dict[str, Any]:
+    """An export against the merge made anew in its dtype, bit by bit."""
+    dtype = ModelSpec.from_folder(folder).dtype
+    merge(found, facts, base, anew, "source" if dtype == found.model.dtype else dtype)
+    result = same_bits(folder, anew)
+    shutil.rmtree(anew)
+    return result
 
 
 def merge(found: Checkpoint, facts: AdapterFacts, base: Path, out: Path, dtype: str) -> None:

@@ -15,6 +15,7 @@ from conftest import Tiny
 from numpy.typing import NDArray
 
 from bridge.cli import cli
+from bridge.errors import CheckpointError
 
 RANK, ALPHA, TOKENS = 4, 12.0, 64
 # head_dim 64 tied and grouped, 128 untied where 1/sqrt(head_dim) is no power of two, and as many kv heads as heads.
@@ -157,6 +158,8 @@ def test_a_qlora_adapter_is_verified_in_the_dtype_it_was_trained_in(
     assert result["max_abs"] <= result["tolerance"] < 1e-3
     bridge("export", "--to", "hf", "adapter", "--out", "merged")
     bridge("export", "--to", "hf", "adapter", "--out", "other", "--merge-base", "original")
+    if engine == "tunix":
+        exported_is_looked_at()
     engine_logits = by_engine(folder, folder / "adapter", engine)
     # The merged export is in bf16: rounded, but the same model; on the original base it is another one.
     near, far = (np.abs(by_torch(folder / kind) - engine_logits).max() for kind in ("merged", "other"))
@@ -167,6 +170,19 @@ def test_a_qlora_adapter_is_verified_in_the_dtype_it_was_trained_in(
     monkeypatch.setattr("bridge.commands.verify_adapter.merge", _merge_as_bfloat16)
     (folder / "adapter" / "bridge.json").write_text(json.dumps(record))
     assert json.loads(bridge("verify", "adapter", "--tokens", "64", "--json", code=1))["ok"] is False
+
+
+def exported_is_looked_at() -> None:
+    """A reference must be the merge, in whichever dtype it was exported; the other merge is another model."""
+    bridge("export", "--to", "hf", "adapter", "--out", "wide", "--dtype", "float32")
+    for folder in ("merged", "wide"):
+        given = ("verify", "adapter", "--tokens", "16", "--reference", folder, "--json")
+        result = json.loads(bridge(*given))
+        assert (result["ok"], result["exact"]) == (True, True)
+    assert json.loads(bridge(*given, "--exact"))["different"] == []
+    done = CliRunner().invoke(cli, ["verify", "adapter", "--tokens", "16", "--reference", "other"])
+    assert isinstance(done.exception, CheckpointError)
+    assert "merged into its base: 14 of" in str(done.exception)
 
 
 def _merge_as_bfloat16(found: Any, facts: Any, base: Path, out: Path, dtype: str) -> None:
