@@ -100,7 +100,7 @@ def _local_folder(final: BucketPath, needs_bytes: int) -> Iterator[Path]:
 
 def _upload(folder: Path, target: BucketPath) -> None:
     files = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
-    with ThreadPoolExecutor(2) as pool:  # each holds a piece of 50 MiB
+    with ThreadPoolExecutor(2) as pool:  # each holds a piece of a file
         list(pool.map(lambda file: target.joinpath(file.relative_to(folder)).upload(file), files))
 
 

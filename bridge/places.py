@@ -25,7 +25,7 @@ REMOTE = re.compile(r"(?:.*/)?(?:gs|s3|s3a|az|abfss?|https?|hf|file|memory):/")
 # `Path` folds the two slashes into one, and `absolute` puts the current folder before them.
 BUCKET = re.compile(r"(?:.*/)?gs:/+")
 BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES, PIECE_BYTES = 1 << 20, 8 << 20
 COPY = "copy it here first (gcloud storage cp -r), or mount the bucket"
 
 
@@ -196,7 +196,7 @@ class BucketPath(PosixPath):
     def upload(self, file: Path) -> None:
         """Copy a file of this host, in pieces."""
         with answered(self):
-            store().put_file(str(file), self._name)
+            store().put_file(str(file), self._name, chunksize=PIECE_BYTES)
 
     def read_range(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` on.

@@ -1,8 +1,9 @@
 """A bucket on loopback: gcp-storage-emulator, with what it leaves out of the store's behaviour and bridge relies on.
 
-Added are the precondition `ifGenerationMatch` and the header that says an object's generation: TensorStore and gcsfs
-write on condition, and without them every write would succeed.
-Source: https://cloud.google.com/storage/docs/request-preconditions, gcp_storage_emulator/handlers/objects.py.
+Added are the precondition `ifGenerationMatch` and the header that says an object's generation (TensorStore and gcsfs
+write on condition, and without them every write would succeed), and ranges that count from an object's end.
+Source: https://cloud.google.com/storage/docs/request-preconditions, https://cloud.google.com/storage/docs/xml-api/
+reference-headers#range, gcp_storage_emulator/handlers/objects.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +136,10 @@ def _on_condition(insert: Callable[..., None]) -> Callable[..., None]:
 
 def _with_generation(download: Callable[..., None]) -> Callable[..., None]:
     def answer(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        last = re.fullmatch(r"bytes=-(\d+)", request.get_header("range") or "")
+        if last:  # the emulator would send the whole object
+            size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
+            request._request_handler.headers.replace_header("range", f"bytes={max(size - int(last[1]), 0)}-")
         download(request, response, storage, *args)
         generation = _generation(storage, request.params["bucket_name"], request.params["object_id"])
         if generation != "0":

@@ -106,6 +106,16 @@ def parse_size(text: str) -> int:
     return size
 
 
+def memory_for(text: str, *folders: Path) -> int:
+    """What slabs may be cut for, of the memory that a command may take.
+
+    A quarter less where they come from a bucket or go there: requests hold a part of what they carry once more
+    (measured with limits of 300 MiB to 1 GiB).
+    """
+    size = parse_size(text)
+    return size * 3 // 4 if any(places.in_bucket(folder) for folder in folders) else size
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Progress over bytes on stderr: a bar on a terminal, a line every tenth otherwise."""

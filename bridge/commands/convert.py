@@ -89,7 +89,7 @@ def command(
         raise BridgeError("where to?", hint="--out DIR, or a bridge.yaml in this folder")
     final = places.place(out if out is not None else workspace.converted(engine))  # type: ignore[union-attr]
     scanned = not unscanned
-    job = _Job(folder, engine, scanned, dtype, common.parse_size(memory))
+    job = _Job(folder, engine, scanned, dtype, common.memory_for(memory, folder, final))
     if dry_run:
         job.show(final)
         return

@@ -98,7 +98,7 @@ def command(
     final = places.place(out if out is not None else workspace.export(form))  # type: ignore[union-attr]
     if target is not None and isinstance(final, places.BucketPath):
         raise UnsupportedError(f"{final} is in a bucket, --push takes a folder of this host", hint="--out DIR")
-    shard_bytes, budget = common.parse_size(max_shard_size), common.parse_size(memory)
+    shard_bytes, budget = common.parse_size(max_shard_size), common.memory_for(memory, found.chosen.item)
     facts = None
     make: Callable[[Path, bool], None]
     if found.tree.adapters:
