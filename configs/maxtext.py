@@ -5,6 +5,7 @@ Source of the keys: maxtext/configs/base.yml, configs/post_train/sft.yml and con
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,22 @@ OWNED = {
     "rope_max_timescale": "the model's config.json",
     "model_name": "the model's config.json",
     "steps": "train.steps",
+    # bridge.json records both, and an export follows them.
+    "dtype": "train.dtype",
+    "weight_dtype": "train.weight_dtype",
     "max_num_checkpoints_to_keep": "train.keep",
 }
 
 
+# The same of `maxtext.lora`.
+OWNED_LORA = {
+    "enable_lora": "train.method",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_module_path": "lora.targets",
+    "lora_weight_qtype": "train.method",
+    "lora_tile_size": "lora.tile_size",
+}
 PREFERENCE_METHODS = ("dpo", "orpo")
 MODULES = {
     "q": "self_attention/query",
@@ -77,8 +90,10 @@ def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
         for key in run.maxtext
         if key in facts and key not in OWNED and run.maxtext[key] != facts[key]
     ]
+    taken += _taken_of_lora(run)
     if taken:
         raise SpecError("bridge sets these itself", details=taken)
+    raw = {key: value for key, value in run.maxtext.items() if key != "lora"}
     notes = (
         "`bridge launch` runs it: it feeds the data and corrects MaxText's RoPE, which stock MaxText would not.",
         f"Mesh: {mesh.devices} device(s), data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}.",
@@ -92,14 +107,23 @@ def render(run: RunSpec, model: ModelSpec, mesh: Mesh, place: Place) -> str:
         ("mesh", mesh_section(mesh)),
         ("data, for reference: bridge's own data path reads it", _data_section(run, place)),
     ]
-    if run.maxtext:
-        sections.append(("maxtext: of the spec", run.maxtext))
+    if raw:
+        sections.append(("maxtext: of the spec", raw))
     base = "dpo" if run.train.method in PREFERENCE_METHODS else "sft"
     text = header("maxtext", VERSION, *notes) + f"base_config: post_train/{base}.yml\n"
     for title, values in sections:
-        own = {key: value for key, value in values.items() if key not in run.maxtext or title.startswith("maxtext:")}
+        own = {key: value for key, value in values.items() if key not in raw or title.startswith("maxtext:")}
         text += yaml_section(title, own)
     return text
+
+
+def _taken_of_lora(run: RunSpec) -> list[str]:
+    """What `maxtext.lora` sets that bridge.json records: an export would take another scale, or another base."""
+    given = run.maxtext.get("lora", {})
+    if not isinstance(given, Mapping):
+        return [f"maxtext.lora: {given!r} is no mapping"]
+    dotted = [f"maxtext.{key}: write it below maxtext.lora" for key in run.maxtext if key.startswith("lora.")]
+    return dotted + [f"maxtext.lora.{key}: comes from {OWNED_LORA[key]}" for key in given if key in OWNED_LORA]
 
 
 def model_section(model: ModelSpec, scanned: bool) -> dict[str, Any]:
@@ -177,8 +201,9 @@ def _method_sections(run: RunSpec) -> list[tuple[str, dict[str, Any]]]:
             "dpo_label_smoothing": run.preference.label_smoothing,
         }
         return [("preference", {"dpo": settings})]
+    more = run.maxtext.get("lora", {})
     if method == "sft":
-        return []
+        return [("adapters: maxtext.lora of the spec", {"lora": more})] if more else []
     lora: dict[str, Any] = {
         "enable_lora": True,
         "lora_rank": run.lora.rank,
@@ -187,7 +212,7 @@ def _method_sections(run: RunSpec) -> list[tuple[str, dict[str, Any]]]:
     }
     if method == "qlora":
         lora |= {"lora_weight_qtype": "nf4", "lora_tile_size": run.lora.tile_size}
-    return [("adapters", {"lora": lora})]
+    return [("adapters", {"lora": lora | more})]
 
 
 def module_path(targets: tuple[str, ...]) -> str:

@@ -145,6 +145,37 @@ def test_nf4_tiles_must_fit_what_is_quantized() -> None:
     with pytest.raises(UnsupportedError, match="tiles of 32") as error:
         render(spec(text.replace("TARGETS", "q, o")), shape, Mesh(1, 1, 1), place())
     assert error.value.details == ("head_dim 16 is no multiple of 32",)
-    assert "lora_tile_size: 32" in render(spec(text.replace("TARGETS", "q, down")), shape, Mesh(1, 1, 1), place())
+    fitting = yaml.safe_load(render(spec(text.replace("TARGETS", "q, down")), shape, Mesh(1, 1, 1), place()))
+    assert fitting["lora"]["lora_tile_size"] == 32
     with pytest.raises(UnsupportedError, match="tiles of 32"):
         render(spec(text.replace("TARGETS", "q, down")), model(mlp=14340), Mesh(1, 1, 1), place())
+
+
+def test_what_bridge_json_records_cannot_be_set_behind_its_back() -> None:
+    """An export takes alpha, dtype and quantization from bridge.json, which has them from the spec."""
+    text = "train: {method: lora}\nmaxtext: {dtype: float32, lora.lora_alpha: 9, lora: {lora_rank: 3, lora_alpha: 7}}"
+    with pytest.raises(SpecError) as error:
+        render(spec(text), model(), Mesh(1, 1, 1), place())
+    assert error.value.details == (
+        "maxtext.dtype: comes from train.dtype",
+        "maxtext.lora.lora_alpha: write it below maxtext.lora",
+        "maxtext.lora.lora_rank: comes from lora.rank",
+        "maxtext.lora.lora_alpha: comes from lora.alpha",
+    )
+    with pytest.raises(SpecError, match="bridge sets these"):
+        render(spec("maxtext: {lora: {enable_lora: true}}"), model(), Mesh(1, 1, 1), place())
+    with pytest.raises(SpecError) as error:
+        render(spec("maxtext: {lora: 3}"), model(), Mesh(1, 1, 1), place())
+    assert error.value.details == ("maxtext.lora: 3 is no mapping",)
+
+
+def test_an_adapter_to_go_on_from_joins_the_others_settings(tmp_path: Path) -> None:
+    from maxtext.configs import pyconfig
+
+    more = "maxtext: {lora: {lora_restore_path: /w/adapter/0/items}, log_config: false}"
+    run = spec(f"train: {{method: lora}}\ncluster: {{hardware: cpu}}\n{more}")
+    text = render(run, model(), Mesh(1, 1, 1), place(hardware="cpu", runs_dir=str(tmp_path)))
+    (tmp_path / "config.yml").write_text(text)
+    config = pyconfig.initialize_pydantic(["", str(tmp_path / "config.yml")])
+    assert (config.lora.lora_rank, config.lora.lora_alpha) == (16, 32.0)
+    assert str(config.lora.lora_restore_path) == "/w/adapter/0/items"
