@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -97,6 +98,35 @@ def float32_adapters(frequencies: Frequencies) -> None:
     lora_utils.apply_lora_to_model = apply_lora_to_model
 
 
+def accumulation(frequencies: Frequencies) -> None:
+    """Let the optimizer alone accumulate gradients, as Tunix 0.1.7 has it do; MaxText looks for a later Tunix's own.
+
+    Raises:
+        AttributeError: MaxText or Tunix is not as it was when this was written.
+    """
+    del frequencies
+    from maxtext.trainers.post_train.sft import train_sft
+    from tunix.sft import peft_trainer
+
+    stock = train_sft.MaxTextPeftTrainer.create_train_step_fn
+    if getattr(stock, "corrected", False):
+        return
+    if "MultiSteps" not in peft_trainer.PeftTrainer.__init__.__code__.co_names:
+        raise AttributeError("PeftTrainer no longer accumulates gradients by optax.MultiSteps")
+
+    @functools.wraps(stock)
+    def create_train_step_fn(self: Any) -> Any:
+        config = self.config
+        self.config = dataclasses.replace(config, gradient_accumulation_steps=None)
+        try:
+            return stock(self)
+        finally:
+            self.config = config
+
+    create_train_step_fn.corrected = True  # type: ignore[attr-defined]
+    train_sft.MaxTextPeftTrainer.create_train_step_fn = create_train_step_fn
+
+
 FIXES = (
     Fix(
         name="maxtext-rope-frequencies",
@@ -128,5 +158,13 @@ FIXES = (
         reason="MaxText's ORPO is Tunix 0.1.7's, which takes the odds from the sum of an answer's log-probabilities",
         proof="tests/parity/test_tunix_losses.py",
         install=fixes_tunix.orpo,
+    ),
+    Fix(
+        name="maxtext-gradient-accumulation",
+        engine="maxtext",
+        reason="MaxText's SFT step asks for an accumulator that Tunix 0.1.7 does not have: with "
+        "gradient_accumulation above 1 every run ends at its first step",
+        proof="tests/functional/test_maxtext_mesh.py",
+        install=accumulation,
     ),
 )

@@ -14,8 +14,8 @@ from bridge.run_spec import RunSpec
 
 # Bytes a token of a batch that the step reads: int32 each but the loss mask; MaxText's step leaves one of six unread.
 BATCH_BYTES = {"tunix": 13, "maxtext": 20}
-SCALARS = {"tunix": 16, "maxtext": 12}
-"""Counts of the optimizer, its schedule and its steps; in Tunix the learning rate too. Accumulation has three more."""
+SCALARS = {"tunix": (16, 28), "maxtext": (12, 20)}
+"""Counts of the optimizer, its schedule and its steps, and in Tunix the learning rate; more where it accumulates."""
 # Bytes an attention score and a logit: three float32 arrays; two, and the logits in the compute dtype.
 SCORE_BYTES, LOGIT_BYTES = 12, 8
 
@@ -34,7 +34,7 @@ class Memory:
     gathered: int
     """Weights on their way from other devices, for the layers at work."""
     unpacked: int
-    """Matrices unpacked from NF4, for the layers at work."""
+    """Matrices unpacked from NF4 for the layers at work; in MaxText the copy of the frozen base that its loop takes."""
     activations: int
     update: int
     """What the update of the weights takes beyond the four above, which are mostly free again by then."""
@@ -70,27 +70,33 @@ def estimate(model: ModelSpec, run: RunSpec, engine: str, method: str, shape: Me
     wide = 4 if train.dtype == "float32" else 2
     adapters = method in ("lora", "qlora")
     width = 4 if adapters or train.weight_dtype != "bfloat16" else 2
-    trained = _adapters_on_a_device(model, run, shape) if adapters else _weights_on_a_device(model, shape)
+    trained = _weights_on_a_device(model, shape)
+    if adapters:
+        # MaxText has all of them on every device.
+        trained = _adapters_on_a_device(model, run, shape) if engine == "tunix" else adapter_parameters(model, run)
+    # Adam's first moment has the dtype of the weights, in MaxText that of the frozen ones too.
+    moments = wide + width if adapters and engine == "maxtext" else 2 * width
     rows = train.batch_per_device * shape.tensor * (2 if method == "dpo" else 1)
     accumulates = train.gradient_accumulation > 1
     gradients = (width if adapters else wide) * trained
     gathered = gathered_bytes(model, shape, wide)
-    unpacked = _unpacked(model, wide) // shards if method == "qlora" else 0
+    unpacked = _unpacked(model, run, engine, method, wide) // shards if adapters else 0
     kept, layer, head = _activations(
         model, rows, length, wide, shape.tensor, length // 2 if method == "dpo" else length
     )
     update = (width if adapters else width + wide) * trained
     if accumulates and not adapters:
         # The new values are the result of a condition, and one matrix of them is worked on.
-        update = 2 * width * trained + width * model.vocab * model.embed // shards
-    if engine == "maxtext":
+        one = model.embed * max(model.vocab, model.mlp * (model.layers if engine == "maxtext" else 1))
+        update = 2 * width * trained + width * one // shards
+    if engine == "maxtext" and not adapters:
         # Its layers are one loop: their gradients come out of it together, and only then become float32.
         update += wide * projections(model) // shards + layer
     standing = gradients + gathered + unpacked + kept + max(layer, head)
     return Memory(
         parameters=_held(model, run, method, shape) + (4 * trained if adapters else 0),
         reference=wide * _weights_on_a_device(model, shape) if method == "dpo" else 0,
-        optimizer=(3 if accumulates else 2) * width * trained + SCALARS[engine] + (12 if accumulates else 0),
+        optimizer=(moments + (width if accumulates else 0)) * trained + SCALARS[engine][accumulates],
         batch=_pairs(rows, length) if method == "dpo" else BATCH_BYTES[engine] * rows * length,
         gradients=gradients,
         gathered=gathered,
@@ -141,13 +147,21 @@ def _held(model: ModelSpec, run: RunSpec, method: str, shape: Mesh) -> int:
     return packed // 2 // shards + base * scales + base * (weights - packed // shards)
 
 
-def _unpacked(model: ModelSpec, wide: int) -> int:
-    """Two matrices of an MLP, and one of the attention of every layer.
+def _unpacked(model: ModelSpec, run: RunSpec, engine: str, method: str, wide: int) -> int:
+    """What is made of a frozen base within a step.
 
-    XLA for the CPU drops the barriers that keep a layer's matrices packed until its turn before it decides upon the
-    order, and then takes those early; for a GPU it drops them afterwards.
+    In Tunix, of NF4: two matrices of an MLP, and one of the attention of every layer. XLA for the CPU drops the
+    barriers that keep a layer's matrices packed until its turn before it decides upon the order, and then takes those
+    early; for a GPU it drops them afterwards.
+
+    In MaxText: all layers, and one matrix of each MLP once more, turned so that the loop over layers goes along their
+    first axis. NF4 stays packed, in a byte a value on a CPU, with its scales.
     """
-    return wide * model.embed * (2 * model.mlp + model.layers * model.heads * model.head_dim)
+    if engine == "tunix":
+        each = model.embed * (2 * model.mlp + model.layers * model.heads * model.head_dim)
+        return wide * each if method == "qlora" else 0
+    turned = projections(model) + model.layers * model.embed * model.mlp
+    return turned + wide * projections(model) // run.lora.tile_size if method == "qlora" else wide * turned
 
 
 def _pairs(rows: int, length: int) -> int:

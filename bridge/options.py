@@ -13,7 +13,15 @@ from bridge.mesh import Mesh
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
-METHODS = (("maxtext", "sft"), ("tunix", "sft"), ("tunix", "lora"), ("tunix", "qlora"), ("tunix", "dpo"))
+METHODS = (
+    ("maxtext", "sft"),
+    ("tunix", "sft"),
+    ("tunix", "lora"),
+    ("maxtext", "lora"),
+    ("tunix", "qlora"),
+    ("maxtext", "qlora"),
+    ("tunix", "dpo"),
+)
 LENGTH_STEP, MOST_DEVICES = 128, 1024
 # JAX takes 75 % of a GPU unless cluster.memory_fraction says otherwise; 92 % leaves CUDA, cuDNN and NCCL their part.
 JAX_FRACTION, MOST_FRACTION = 0.75, 0.92
@@ -23,6 +31,7 @@ REASONS = {
     "lora": "adapters on a frozen base: most of what full SFT reaches, at a fraction of the memory",
     "qlora": "adapters on a base in NF4, unpacked layer by layer: for style, format and narrow domains",
 }
+MAXTEXT_ADAPTERS = "; MaxText's loop over layers copies the frozen ones within a step"
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,8 @@ def _option(model: ModelSpec, run: RunSpec, devices: Devices, engine: str, metho
     usable = _usable(run, devices)
     longest = _longest(model, run, engine, method, shape, usable)
     fits = memory.total <= usable
-    reason = REASONS[method] if fits else _short(model, run, devices, engine, method, memory, longest)
+    note = MAXTEXT_ADAPTERS if engine == "maxtext" and method in ("lora", "qlora") else ""
+    reason = REASONS[method] + note if fits else _short(model, run, devices, engine, method, memory, longest)
     if fits and run.cluster.memory_fraction is None and memory.total > JAX_FRACTION * devices.bytes:
         reason += f"; set cluster.memory_fraction: {MOST_FRACTION} (JAX alone takes {JAX_FRACTION:.0%})"
     return Option(engine, method, fits, shape, memory, longest, reason)

@@ -188,7 +188,7 @@ def maxtext_step(model: ModelSpec, run: RunSpec, folder: Path) -> Any:
 
     Args:
         model: the facts.
-        run: full SFT; batch, length and accumulation.
+        run: sft, lora or qlora; batch, length and accumulation.
         folder: takes the config.
     """
     import jax
@@ -202,7 +202,7 @@ def maxtext_step(model: ModelSpec, run: RunSpec, folder: Path) -> Any:
     from maxtext.configs import pyconfig
     from maxtext.optimizers import optimizers
     from maxtext.trainers.post_train.sft import train_sft
-    from maxtext.utils import maxtext_utils, model_creation_utils
+    from maxtext.utils import lora_utils, maxtext_utils, model_creation_utils
 
     program = folder / "maxtext.yml"
     place = Place("run", str(folder), str(folder), str(folder), True, "cpu")
@@ -210,17 +210,22 @@ def maxtext_step(model: ModelSpec, run: RunSpec, folder: Path) -> Any:
     config = pyconfig.initialize_pydantic(["", str(program)])
     jax_mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     llama = model_creation_utils.create_nnx_abstract_model(config, jax_mesh)[1]
+    trained = nnx.Param
+    if run.train.method in ("lora", "qlora"):
+        trained = nnx.LoRAParam
+        with jax.set_mesh(jax_mesh), train_sft.logical_axis_rules(config.logical_axis_rules):
+            llama = nnx.eval_shape(lambda llama: lora_utils.apply_lora_to_model(llama, None, config), llama)
     rate = maxtext_utils.create_learning_rate_schedule(config)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.gradient_clipping_threshold), optimizers.get_optimizer(config, rate, llama)
     )
     if run.train.gradient_accumulation > 1:
         optimizer = optax.MultiSteps(optimizer, run.train.gradient_accumulation)
-    state = nnx.eval_shape(lambda llama: nnx.Optimizer(llama, optimizer, wrt=nnx.Param), llama)
+    state = nnx.eval_shape(lambda llama: nnx.Optimizer(llama, optimizer, wrt=trained), llama)
     trainer: Any = SimpleNamespace(
         model=llama,
         optimizer=state,
-        _lora_enabled=False,
+        _lora_enabled=trained is nnx.LoRAParam,
         gen_model_input_fn=lambda batch: batch,
         config=train_sft.get_tunix_config(config),
     )

@@ -86,7 +86,8 @@ def as_values(found: tuple[Option, ...], chosen: Option | None, devices: Devices
 def lines(found: tuple[Option, ...], chosen: Option | None, devices: Devices, length: int) -> list[str]:
     """For people: a row a method, then the recommendation."""
     shown = [
-        f"{devices.count} x {common.gigabytes(devices.bytes)}, rows of {length} tokens; GB on each device, estimated",
+        f"{devices.count} x {common.gigabytes(devices.bytes)}, rows of {length} tokens; GB on each device, estimated "
+        "from XLA's analysis for a CPU (docs/parity.md)",
         f"{'':14} {'fits':5} {'total':>7} {'weights':>8} {'optim.':>7} {'grads':>7} {'work':>7}  longest  reason",
     ]
     for option in found:

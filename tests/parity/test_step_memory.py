@@ -223,10 +223,20 @@ def test_the_plan_against_a_tunix_step(name: str) -> None:
     compare(found, model, "tunix", ONE, length, **train)
 
 
-@pytest.mark.parametrize(("model", "length"), [(SMALL, 512), (LLAMA_8B, 1024)], ids=["small", "8b"])
-def test_the_plan_against_a_maxtext_step(tmp_path: Path, model: ModelSpec, length: int) -> None:
-    found = measured(maxtext_step(model, spec(sequence_length=length), tmp_path))
-    compare(found, model, "maxtext", ONE, length)
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        (SMALL, {}),
+        (LLAMA_8B, {}),
+        (LLAMA_8B, {"gradient_accumulation": 2}),
+        (LLAMA_8B, {"method": "lora"}),
+        (LLAMA_8B, {"method": "qlora"}),
+    ],
+    ids=["small", "8b", "8b-accumulation", "8b-lora", "8b-qlora"],
+)
+def test_the_plan_against_a_maxtext_step(tmp_path: Path, model: ModelSpec, train: dict[str, Any]) -> None:
+    found = measured(maxtext_step(model, spec(sequence_length=1024, **train), tmp_path))
+    compare(found, model, "maxtext", ONE, 1024, **train)
 
 
 ON_FOUR = """
