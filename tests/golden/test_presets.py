@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 import yaml
 from checkpoints import run
@@ -21,7 +22,7 @@ from bridge.commands.init import presets
 from bridge.commands.prepared import prepare
 from bridge.commands.workspace import Workspace
 from bridge.model_spec import ModelSpec
-from bridge.options import options, parse_devices
+from bridge.options import Option, options, parse_devices
 
 PRESETS = presets()
 # The config.json of each model, as far as it differs from Llama 3.1 8B's; from the models' pages on the hub.
@@ -200,15 +201,34 @@ def test_qlora_is_the_recipe_that_tunix_publishes() -> None:
     assert spec.data.eval == "HuggingFaceH4/ultrachat_200k:test_sft[:200]"
 
 
-@pytest.mark.parametrize("preset", [name for name, text in PRESETS.items() if " GB" in text.splitlines()[0]])
-def test_it_fits_the_devices_it_names(preset: str) -> None:
-    """By the estimate of `bridge plan`, which has MaxText's LoRA and DPO as Tunix's."""
+def way(preset: str) -> Option:
+    """What `bridge plan` says of a preset on the devices that its first line names."""
     spec = run_spec.parse(PRESETS[preset])
     found = re.search(r"(?:(\d+) hosts of )?(?:(\d+) x |one )(\d+) GB", PRESETS[preset].splitlines()[0])
     assert found is not None
     devices = parse_devices(f"{found[1] or 1}x{found[2] or 1}x{found[3]}GB")
     model = ModelSpec.from_hf_config({**OLD, **MODELS[model_of(preset)]})
     ways = {(option.engine, option.method): option for option in options(model, spec, devices)}
-    option = ways[spec.engine, spec.train.method]
+    return ways[spec.engine, spec.train.method]
+
+
+@pytest.mark.parametrize("preset", [name for name, text in PRESETS.items() if " GB" in text.splitlines()[0]])
+def test_it_fits_the_devices_it_names(preset: str) -> None:
+    option = way(preset)
     assert option.fits, option.reason
     assert "memory_fraction" not in option.reason
+
+
+def test_the_readmes_memory_is_the_plans() -> None:
+    rows = re.findall(r"^\| `(llama\S+)` \| (.+) \|$", documents.read("README.md"), re.MULTILINE)
+    assert len(rows) == 4
+    for preset, said in rows:
+        train, option = run_spec.parse(PRESETS[preset]).train, way(preset)
+        assert option.memory is not None
+        assert said.split(" | ")[:2] == [
+            f"{train.batch_per_device} x {train.sequence_length} tokens",
+            f"{option.memory.total / 1e9:.1f} GB",
+        ]
+        gpu, longest = said.split(" | ")[2:]
+        assert f" {gpu}" in PRESETS[preset].splitlines()[0]
+        assert longest == f"{option.longest} tokens"
