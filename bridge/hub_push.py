@@ -90,8 +90,8 @@ def create(target: Target) -> None:
 def upload(target: Target, folder: Path, card: str, message: str) -> str:
     """Upload the files of a folder in one commit, which replaces weights of an earlier one; returns its address.
 
-    A README.md that the repository has already is kept: it may be somebody's work. One in the folder is left out: PEFT's
-    names the folder of the base.
+    A README.md that the repository has already is kept: it may be somebody's work. One in the folder is left out, since
+    PEFT's names the folder of the base.
 
     Raises:
         AccessError: the hub refuses, or the connection breaks; the repository is then as it was.
