@@ -18,12 +18,12 @@ from bridge.model_spec import ModelSpec, RopeScaling
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_schedule(kind: str) -> None:
-    """Up from 0 in a quarter of the steps, then as written out here."""
+    """Up from 0 in a quarter of the steps, then as written out here: the last of 8 steps has the final rate."""
     shape = {"kind": kind, "warmup": 0.25, "final": 0.2}
     rate = schedule(settings(train={"steps": 8, "learning_rate": 1e-3, "schedule": shape}))
-    found = [float(rate(step)) for step in range(9)]
-    cosine = [1e-3 * (0.2 + 0.8 * (1 + math.cos(math.pi * step / 6)) / 2) for step in range(7)]
-    expected = [0.0, 5e-4, *(cosine if kind == "cosine" else [1e-3] * 7)]
+    found = [float(rate(step)) for step in range(8)]
+    cosine = [1e-3 * (0.2 + 0.8 * (1 + math.cos(math.pi * step / 5)) / 2) for step in range(6)]
+    expected = [0.0, 5e-4, *(cosine if kind == "cosine" else [1e-3] * 6)]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
