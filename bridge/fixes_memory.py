@@ -42,8 +42,9 @@ class Step:
         import jax
 
         self._step, self._nodes, self._filters = step, nodes, filters
-        self._graphs, states = self._split(nodes)
-        leaves, self._trees = zip(*(jax.tree.flatten(part) for part in states), strict=True)
+        # The states hold the nodes' own Variables, which keep their identity: split once, they are read at every step.
+        self._graphs, self._states = self._split(nodes)
+        leaves, self._trees = zip(*(jax.tree.flatten(part) for part in self._states), strict=True)
         kept = [_named_sharding(leaf) for leaf in leaves[0]]
         self.jitted_fn = jax.jit(self._pure, donate_argnums=(0,) if donate else (), out_shardings=(None, kept, None))
 
@@ -65,7 +66,7 @@ class Step:
         """The arrays that the step writes, and those that it only reads."""
         import jax
 
-        written, read = self._split(self._nodes)[1]
+        written, read = self._states
         return jax.tree.leaves(written), jax.tree.leaves(read)
 
     def _split(self, nodes: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
