@@ -68,15 +68,15 @@ class ShardWriter:
         tiling = self._shard.tiling
         flat = np.ascontiguousarray(chunks).reshape(tiling.parts, -1).view(np.uint8)
         start = (layer * tiling.blocks + block) * self._stride
-        checksums = [_checksum(chunk) for chunk in flat]
+        checksums = [checksum(chunk) for chunk in flat]
         for number in range(tiling.parts):
             at = start + number * self._chunk_bytes
             self._index[tiling.place(layer, block, number)] = (at, self._chunk_bytes)
         if all_zeros(flat):  # a hole reads as zeros: only the checksums take room
-            for number, checksum in enumerate(checksums, 1):
-                write_all(self._open(), [checksum], start + number * self._chunk_bytes - CHECKSUM_BYTES)
+            for number, each in enumerate(checksums, 1):
+                write_all(self._open(), [each], start + number * self._chunk_bytes - CHECKSUM_BYTES)
         else:
-            buffers = [part for chunk, checksum in zip(flat, checksums, strict=True) for part in (chunk.data, checksum)]
+            buffers = [part for chunk, each in zip(flat, checksums, strict=True) for part in (chunk.data, each)]
             write_all(self._open(), buffers, start)
         with self._lock:
             self._left -= 1
@@ -94,7 +94,7 @@ class ShardWriter:
     def _finish(self) -> None:
         index = self._index.reshape(-1).view(np.uint8)
         end = math.prod(self._counts) * self._chunk_bytes
-        write_all(self._open(), [index.data, _checksum(index)], end)
+        write_all(self._open(), [index.data, checksum(index)], end)
         self.close()
 
     def close(self) -> None:
@@ -139,7 +139,8 @@ def all_zeros(values: NDArray[np.uint8]) -> bool:
     return not flat[:64].any() and not flat.any()
 
 
-def _checksum(values: NDArray[np.uint8]) -> bytes:
+def checksum(values: NDArray[np.uint8]) -> bytes:
+    """The crc32c of contiguous bytes, as zarr stores it."""
     import google_crc32c
 
     return int(google_crc32c.value(values)).to_bytes(CHECKSUM_BYTES, "little")

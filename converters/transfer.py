@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from bridge.converters.layout import Block, axes_of, scale_of
 from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move
 from bridge.converters.pool import run_bounded
+from bridge.converters.shard_reader import ShardReader, open_shard
 from bridge.converters.shard_store import ShardWriter
 from bridge.converters.slabs import (
     Cutting,
@@ -254,15 +256,31 @@ def export_checkpoint(
     """
     kinds = {name: stored.tensor.dtype for name, stored in sink.stored.items()}
 
+    axes = axes_of(model)
+
     def write(array: Any, slab: Slab) -> None:
         for name, start, moved in slab.to_hf(source.read(array, slab.region, slab.move.engine), kinds):
             sink.write(name, start, moved)
             progress(moved.nbytes)
 
+    def copy(reader: ShardReader, move: Move, dtype: str, layer: int, block: int) -> None:
+        tiling, name = reader.tiling, move.hf[layer]
+        first = block * tiling.units
+        count = min(tiling.units, axes[move.rule.cut_axis] - first)
+        chunks, shape = reader.read(layer, block, count), move.rule.block(axes, count, tiling.parts)
+        moved = bits.export_block(chunks, shape, dtype, kinds[name], scale_of(move.rule, model))
+        sink.write(name, first * unit_elements(move, axes), moved)
+        progress(moved.nbytes)
+
     def jobs() -> Iterator[Callable[[], None]]:
         for move in plan:
-            array = source.open(move.engine)
             leaf = source.leaves[move.engine]
+            reader = open_shard(source.folder, move, axes, leaf.tensor)
+            if reader is not None:
+                for layer, block in itertools.product(range(len(move.hf)), range(reader.tiling.blocks)):
+                    yield functools.partial(copy, reader, move, leaf.tensor.dtype, layer, block)
+                continue
+            array = source.open(move.engine)
             for slab in stored_slabs(move, model, leaf, [kinds[name] for name in move.hf], budget):
                 yield functools.partial(write, array, slab)
 

@@ -90,6 +90,33 @@ def test_many_small_slabs_give_the_same_bits(tiny: Tiny, tmp_path: Path, monkeyp
     assert folders_differ(source, export(tmp_path / "ckpt", tmp_path / "hf")) == []
 
 
+@pytest.mark.parametrize(("engine", "unscanned"), [("maxtext", False), ("maxtext", True), ("tunix", False)])
+def test_blocks_read_in_place_are_what_tensorstore_reads(
+    engine: str, unscanned: bool, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two ways to read the same files; blocks of many sizes, padded ones among them."""
+    source = tiny("head_dim_96", dtype="bfloat16", edge_values=True)
+    open_shard = transfer.open_shard
+    for block_bytes in (900, 5000, 4 << 20):
+        monkeypatch.setattr(slabs, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
+        here = tmp_path / str(block_bytes)
+        convert(source, here / "ckpt", *(["--unscanned"] if unscanned else []), engine=engine)
+        readers: list[Any] = []
+
+        def counted(*args: Any, found: list[Any] = readers) -> Any:
+            found.append(open_shard(*args))
+            return found[-1]
+
+        monkeypatch.setattr(transfer, "open_shard", counted)
+        in_place = export(here / "ckpt", here / "in place")
+        assert readers
+        assert all(readers), "an array that bridge wrote must be read in place"
+        monkeypatch.setattr(transfer, "open_shard", lambda *_: None)
+        assert folders_differ(in_place, export(here / "ckpt", here / "through tensorstore")) == []
+        assert folders_differ(source, in_place) == []
+
+
 @pytest.mark.parametrize("name", ["tied", "untied", "llama3"])
 def test_transformers_loads_the_export(name: str, tiny: Tiny, tmp_path: Path) -> None:
     import torch

@@ -19,8 +19,10 @@ from bridge.converters import slabs
 from bridge.converters.layout import axes_of
 from bridge.converters.orbax_store import TreeSink
 from bridge.converters.plan import Move, make_plan, tables
+from bridge.converters.shard_reader import ShardReader
 from bridge.converters.shard_store import write_all
 from bridge.converters.slabs import BLOCK_BYTES, CHUNK_ELEMENTS, Tiling, tile, unit_elements
+from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 
 FACTS: dict[str, Any] = {"rope_theta": 5e5, "rope_scaling": None, "norm_eps": 1e-5, "context": 64, "dtype": "float32"}
@@ -168,3 +170,36 @@ def test_zeros_are_holes_that_read_as_zeros(tmp_path: Path) -> None:
     assert zero.stat().st_size == minus.stat().st_size
     assert zero.stat().st_blocks * 512 < 64 << 10
     assert minus.stat().st_blocks * 512 > 15 << 20, "minus zero has a bit set"
+
+
+def test_blocks_are_read_as_they_were_written(tmp_path: Path) -> None:
+    values = np.arange(120, dtype="float32").reshape(4, 3, 10)
+    file = write(tmp_path / "0", values)
+    reader = ShardReader(file, "a.b", TILING, 4)
+    for layer, block in itertools.product(range(3), range(3)):
+        count = min(4, 10 - 4 * block)
+        found = reader.read(layer, block, count).view("float32").reshape(4, count)
+        assert np.array_equal(found, values[:, layer, 4 * block : 4 * block + count])
+    # A file whose chunks lie in another order is as good: TensorStore writes them as they come.
+    array = opened(file)
+    array[...].write(values + 1).result()
+    again = ShardReader(file, "a.b", TILING, 4)
+    assert np.array_equal(again.read(1, 1, 4).view("float32").reshape(4, 4), values[:, 1, 4:8] + 1)
+
+
+def read_all(file: Path) -> None:
+    for layer, block in itertools.product(range(3), range(3)):
+        ShardReader(file, "a.b", TILING, 4).read(layer, block, min(4, 10 - 4 * block))
+
+
+def test_any_flipped_bit_is_found_by_the_reader(tmp_path: Path) -> None:
+    file = write(tmp_path / "0", np.arange(120, dtype="float32").reshape(4, 3, 10))
+    whole = file.read_bytes()
+    for position in range(len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_all(file)
+    for end in (0, 3, 100, len(whole) - 1):
+        file.write_bytes(whole[:end])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            ShardReader(file, "a.b", TILING, 4)

@@ -1,0 +1,162 @@
+"""Blocks read from where `shard_store` wrote them: one contiguous read, checked, and permuted as it lies.
+
+Only arrays of that layout; all others, and all checks, go through TensorStore (`orbax_store`), which decodes the same
+files at twice the processor time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.converters.layout import Axes
+from bridge.converters.plan import ITEM_BYTES, Move, Tensor
+from bridge.converters.shard_store import CHECKSUM_BYTES, checksum
+from bridge.converters.slabs import Tiling, tile
+from bridge.errors import CheckpointError
+from bridge.places import BucketPath
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+CHECKED = [BYTES, {"name": "crc32c"}]
+DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
+
+
+class ShardReader:
+    """Reads the blocks of one array, from any thread."""
+
+    def __init__(self, file: Path, name: str, tiling: Tiling, itemsize: int) -> None:
+        """Read and check the index.
+
+        Raises:
+            CheckpointError: the file is not there, or its index is damaged.
+        """
+        self._name, self._path, self.tiling, self._itemsize = name, file, tiling, itemsize
+        self._chunk_bytes = math.prod(tiling.inner) * itemsize + CHECKSUM_BYTES
+        self._offsets = self._index()
+
+    def _index(self) -> NDArray[np.uint64]:
+        counts = self.tiling.counts
+        try:
+            size, end = math.prod(counts) * 16, self._path.stat().st_size
+        except OSError as error:
+            raise self._damaged(f"{self._path}: {error.strerror}") from error
+        raw = self._read([size, CHECKSUM_BYTES], end - size - CHECKSUM_BYTES)
+        self._check(raw[0], raw[1], "its index")
+        index = raw[0].view("<u8").reshape(*counts, 2)
+        offsets = index[..., 0]
+        within = offsets <= np.uint64(max(0, end - size - CHECKSUM_BYTES - self._chunk_bytes))
+        if not (index[..., 1] == self._chunk_bytes).all() or not within.all():
+            raise self._damaged("its index names chunks that are not there")
+        return offsets
+
+    def read(self, layer: int, block: int, count: int) -> NDArray[Any]:
+        """A block's chunks as unsigned integers of the dtype's width, shape (parts, ...inner without layers).
+
+        Args:
+            layer, block: which; the block's number along the cut axis.
+            count: the units of it that lie in the array.
+
+        Raises:
+            CheckpointError: the file ends early, cannot be read, or has other bytes than were written.
+        """
+        tiling = self.tiling
+        starts = [int(self._offsets[tiling.place(layer, block, part)]) for part in range(tiling.parts)]
+        sizes = [self._chunk_bytes - CHECKSUM_BYTES, CHECKSUM_BYTES]
+        values = np.empty((tiling.parts, sizes[0]), np.uint8)
+        if starts == list(range(starts[0], starts[0] + tiling.parts * self._chunk_bytes, self._chunk_bytes)):
+            raw = self._read(sizes * tiling.parts, starts[0], values)
+        else:
+            raw = [
+                part
+                for start, chunk in zip(starts, values, strict=True)
+                for part in self._read(sizes, start, chunk[np.newaxis])
+            ]
+        for chunk, stored in zip(raw[::2], raw[1::2], strict=True):
+            self._check(chunk, stored, f"layer {layer}, block {block}")
+        sides = [side for dim, side in enumerate(tiling.inner) if dim != tiling.layer_dim]
+        chunks: NDArray[Any] = values.view(f"u{self._itemsize}").reshape(tiling.parts, *sides)
+        if count == tiling.units:
+            return chunks
+        cut = tiling.cut_dim - (tiling.layer_dim is not None and tiling.layer_dim < tiling.cut_dim)
+        return np.ascontiguousarray(chunks[(slice(None), *[slice(None)] * cut, slice(0, count))])
+
+    def _read(self, sizes: list[int], start: int, values: NDArray[np.uint8] | None = None) -> list[NDArray[np.uint8]]:
+        """Pieces that lie one behind the other; every other one into the rows of `values`, if those are given."""
+        pieces = [np.empty(size, np.uint8) for size in sizes] if values is None else []
+        for row in values if values is not None else ():
+            pieces += [row, np.empty(CHECKSUM_BYTES, np.uint8)]
+        left = [piece.data for piece in pieces]
+        try:
+            # Opened for each block: a model has more arrays than a process may have files.
+            with self._path.open("rb", buffering=0) as file:
+                while left:
+                    done = os.preadv(file.fileno(), left, start) if start >= 0 else 0
+                    if done == 0:
+                        raise self._damaged(f"{self._path.name} ends early")
+                    start += done
+                    while left and done >= len(left[0]):
+                        done -= len(left.pop(0))
+                    if done:
+                        left[0] = left[0][done:]
+        except OSError as error:
+            raise self._damaged(str(error)) from error
+        return pieces
+
+    def _check(self, values: NDArray[np.uint8], stored: NDArray[np.uint8], what: str) -> None:
+        if checksum(values) != stored.tobytes():
+            raise self._damaged(f"{what} has another checksum than when it was written")
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._name} cannot be read: {reason}", hint=DAMAGED)
+
+
+def open_shard(item: Path, move: Move, axes: Axes, tensor: Tensor) -> ShardReader | None:
+    """The array of a move, if it is stored as `shard_store` stores it; None for every other layout.
+
+    Raises:
+        CheckpointError: its file is not there, or its index is damaged.
+    """
+    if isinstance(item, BucketPath) or (item / "manifest.ocdbt").exists():
+        return None
+    name = ".".join(move.engine)
+    try:
+        metadata = json.loads((item / name / "zarr.json").read_text(encoding="utf-8"))
+        grid, (sharding,) = metadata["chunk_grid"]["configuration"]["chunk_shape"], metadata["codecs"]
+        settings = sharding["configuration"]
+        inner, stored = tuple(settings["chunk_shape"]), (settings["codecs"], settings["index_codecs"])
+        plain = metadata["chunk_key_encoding"]["name"] == "default"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if sharding["name"] != "sharding_indexed" or stored != (CHECKED, CHECKED) or not plain:
+        return None
+    if settings.get("index_location", "end") != "end" or metadata.get("storage_transformers"):
+        return None
+    tiling = _tiling(move, axes, inner)
+    if tiling is None or tuple(grid) != tiling.shard or len(inner) != len(tensor.shape):
+        return None
+    file = item.joinpath(name, "c", *("0" for _ in tiling.shape))
+    return ShardReader(file, f"{item}: {name}", tiling, ITEM_BYTES[tensor.dtype])
+
+
+def _tiling(move: Move, axes: Axes, inner: tuple[Any, ...]) -> Tiling | None:
+    """The blocks that chunks of a shape make up, if they are a layer's."""
+    like = tile(move, axes, 4)
+    whole = all(type(side) is int and 0 < side <= size for side, size in zip(inner, like.shape, strict=False))
+    if len(inner) != len(like.shape) or not whole:
+        return None
+    split = like.embed_dim if like.embed_dim != like.cut_dim else None
+    for dim, (side, size) in enumerate(zip(inner, like.shape, strict=True)):
+        wanted = 1 if dim == like.layer_dim else size
+        if dim not in (like.cut_dim, split) and side != wanted:
+            return None
+    if split is not None and like.shape[split] % inner[split]:
+        return None
+    parts = like.shape[split] // inner[split] if split is not None else 1
+    return dataclasses.replace(like, inner=inner, units=inner[like.cut_dim], parts=parts)
