@@ -9,6 +9,8 @@ ARGS ?=
 # Seconds of `make fuzz`, and how often `make soak` kills each kind of work.
 FUZZ_SECONDS ?= 60
 KILLS ?= 100
+# Test files that run side by side; JOBS=0 runs all in one process, as `-s` and a debugger need.
+JOBS ?= 2
 # The size of a benchmark: `make bench SIZE=8b`.
 SIZE ?=
 export EXTRAS
@@ -26,7 +28,7 @@ demo: setup ## fine-tune a real small Llama end to end: convert, train, export, 
 	.venv/bin/bridge demo
 
 test: setup ## run the tests
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: setup ## kill conversions and exports at many more random moments
 	BRIDGE_KILLS=$(KILLS) BRIDGE_EXAMPLES=500 $(PYTHON) -m pytest tests/functional/test_kill.py tests/functional/test_any_bytes.py --timeout 3600 $(ARGS)
