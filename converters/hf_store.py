@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -233,6 +234,7 @@ class HfSink:
         self.stored: dict[str, Stored] = {}
         self._stack = ExitStack()
         self._files: dict[Path, int] = {}
+        self._writing: dict[Path, threading.Lock] = {}
         shards = _split(tensors, max_shard_bytes)
         with ExitStack() as opened:
             opened.push(self._stack)
@@ -260,6 +262,7 @@ class HfSink:
             self.stored[name] = Stored(path, base + header[name]["data_offsets"][0], tensor)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._files[path] = file
+        self._writing[path] = threading.Lock()  # the kernel has all but one spin
         self._stack.callback(os.close, file)
         write_all(file, [len(text).to_bytes(8, "little") + text], 0)
         os.truncate(file, base + position)
@@ -278,7 +281,8 @@ class HfSink:
         values = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
         if not all_zeros(values):
             position = stored.offset + start * ITEM_BYTES[stored.tensor.dtype]
-            write_all(self._files[stored.file], [values.data], position)
+            with self._writing[stored.file]:
+                write_all(self._files[stored.file], [values.data], position)
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -138,7 +138,7 @@ def test_a_system_call_that_fails(call: str, job: Job, tmp_path: Path, monkeypat
     (tmp_path / "out" / "precious").write_text("weeks")
     monkeypatch.setattr(os, call, failing)
     if call == "mkdir" and "export" in os.environ["PYTEST_CURRENT_TEST"]:
-        monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        monkeypatch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(OutputError, match="out cannot be written: Input/output error"):
         job(tmp_path / "out", "--overwrite")
     monkeypatch.undo()

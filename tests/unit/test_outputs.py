@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from bridge import outputs
+from bridge import flushing, outputs
 from bridge.errors import OutputError
 from bridge.outputs import new_folder
 
@@ -192,3 +193,23 @@ def test_a_parent_that_is_a_file_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
         pytest.fail("the block must not begin")
+
+
+def test_a_write_that_fails_on_its_way_to_the_disk_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports it once, here to the flush that runs beside the work; the fsync at the end sees nothing."""
+    asked = threading.Event()
+
+    def failing(_: int) -> None:
+        asked.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def work() -> None:
+        with new_folder(tmp_path / "out") as out:
+            (out / "file").write_text("bytes")
+            assert asked.wait(10)
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    monkeypatch.setattr(flushing, "SECONDS", 0.001)
+    with pytest.raises(OutputError, match="out cannot be written: Input/output error"):
+        work()
+    assert list(tmp_path.iterdir()) == []
