@@ -144,8 +144,9 @@ def restores(ours: Path, theirs: Path, count: int) -> dict[str, Any]:
 def scale(source: Path, engine: str, folder: Path) -> dict[str, dict[str, float]]:
     """A sparse model there and back."""
     out, back = folder / "checkpoint", folder / "back"
-    measured = {"convert": measure([*BRIDGE, "convert", str(source), "--to", engine, "--out", str(out)])}
-    measured["export"] = measure([*BRIDGE, "export", str(out), "--to", "hf", "--out", str(back)])
+    bridge = [sys.executable, str(Path(__file__).with_name("roomy.py"))]
+    measured = {"convert": measure([*bridge, "convert", str(source), "--to", engine, "--out", str(out)])}
+    measured["export"] = measure([*bridge, "export", str(out), "--to", "hf", "--out", str(back)])
     return costs("scale", measured)
 
 
