@@ -188,6 +188,7 @@ def main() -> None:
             result["scale"] = scale(source, options.engine, folder)
     if "starts" in parts:
         result["starts"] = overhead.measure(pairs=options.pairs)
+        overhead.show(result["starts"])
     out = options.out or Path(__file__).with_name(f"results-{options.size}.json")
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {out}")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.layout import Axes
+from bridge.converters.orbax_store import DAMAGED
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
 from bridge.converters.shard_store import CHECKSUM_BYTES, checksum
 from bridge.converters.slabs import Tiling, tile
@@ -25,7 +26,6 @@ from bridge.places import BucketPath
 
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 CHECKED = [BYTES, {"name": "crc32c"}]
-DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
 
 
 class ShardReader:
