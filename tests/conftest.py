@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+
+if TYPE_CHECKING:
+    from fake_bucket import Bucket
 
 TESTS = Path(__file__).resolve().parent
 if str(TESTS) not in sys.path:
@@ -54,6 +57,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return folders[key]
 
     return build
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Bucket]:
+    """A store of objects on loopback; one for each module that asks."""
+    import fake_bucket
+
+    with fake_bucket.serve() as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket, which this process sees as well."""
+    return served.shown(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -18,19 +17,6 @@ from bridge.errors import CheckpointError, OutputError
 from bridge.places import BucketPath
 
 ROOT = f"gs://{fake_bucket.NAME}"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Bucket]:
-    """The store of this module."""
-    with fake_bucket.serve() as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def bucket(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket."""
-    return served.shown(monkeypatch)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -21,19 +20,6 @@ from bridge.errors import CheckpointError, SpecError
 
 WORK = f"gs://{fake_bucket.NAME}/work"
 BRIDGE = Path(sys.executable).with_name("bridge")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Bucket]:
-    """The store of this module."""
-    with fake_bucket.serve() as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def bucket(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket."""
-    return served.shown(monkeypatch)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import adapter_cases
@@ -24,19 +23,6 @@ from bridge.places import BucketPath
 
 ROOT = f"gs://{fake_bucket.NAME}"
 BRIDGE = Path(sys.executable).with_name("bridge")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Bucket]:
-    """The store of this module."""
-    with fake_bucket.serve() as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def bucket(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket, which this process sees as well."""
-    return served.shown(monkeypatch)
 
 
 @pytest.fixture
