@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.plan import ITEM_BYTES, Tensor
-from bridge.converters.shard_store import all_zeros, write_all
+from bridge.converters.ranges import read_all, write_all
+from bridge.converters.shard_store import all_zeros
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json, unique
 from bridge.places import BucketPath
@@ -80,20 +81,16 @@ class HfSource:
         stored = self.stored[name]
         width = ITEM_BYTES[stored.tensor.dtype]
         out = np.empty(count, dtype=f"u{width}")
-        view = memoryview(out).cast("B")
         position = stored.offset + start * width
-        done = 0
         if isinstance(stored.file, BucketPath):
-            view[:] = stored.file.read_range(position, len(view))
+            memoryview(out).cast("B")[:] = stored.file.read_range(position, out.nbytes)
             return out
-        while done < len(view):
-            try:
-                got = os.preadv(self._files[stored.file], [view[done:]], position + done)
-            except OSError as error:
-                raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
-            if got == 0:
-                raise CheckpointError(f"{stored.file} ended within {name}: was it changed or truncated meanwhile?")
-            done += got
+        try:
+            whole = read_all(self._files[stored.file], [out], position)
+        except OSError as error:
+            raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
+        if not whole:
+            raise CheckpointError(f"{stored.file} ended within {name}: was it changed or truncated meanwhile?")
         return out
 
     def equals(self, other: HfSource, name: str, other_name: str | None = None) -> bool:

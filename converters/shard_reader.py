@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from bridge.converters.layout import Axes
 from bridge.converters.orbax_store import DAMAGED
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
+from bridge.converters.ranges import read_all
 from bridge.converters.shard_store import CHECKSUM_BYTES, checksum
 from bridge.converters.slabs import Tiling, tile
 from bridge.errors import CheckpointError
@@ -92,21 +92,14 @@ class ShardReader:
         pieces = [np.empty(size, np.uint8) for size in sizes] if values is None else []
         for row in values if values is not None else ():
             pieces += [row, np.empty(CHECKSUM_BYTES, np.uint8)]
-        left = [piece.data for piece in pieces]
         try:
             # Opened for each block: a model has more arrays than a process may have files.
             with self._path.open("rb", buffering=0) as file:
-                while left:
-                    done = os.preadv(file.fileno(), left, start) if start >= 0 else 0
-                    if done == 0:
-                        raise self._damaged(f"{self._path.name} ends early")
-                    start += done
-                    while left and done >= len(left[0]):
-                        done -= len(left.pop(0))
-                    if done:
-                        left[0] = left[0][done:]
+                whole = start >= 0 and read_all(file.fileno(), pieces, start)
         except OSError as error:
             raise self._damaged(str(error)) from error
+        if not whole:
+            raise self._damaged(f"{self._path.name} ends early")
         return pieces
 
     def _check(self, values: NDArray[np.uint8], stored: NDArray[np.uint8], what: str) -> None:

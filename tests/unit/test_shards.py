@@ -19,8 +19,8 @@ from bridge.converters import slabs
 from bridge.converters.layout import axes_of
 from bridge.converters.orbax_store import TreeSink
 from bridge.converters.plan import Move, make_plan, tables
+from bridge.converters.ranges import write_all
 from bridge.converters.shard_reader import ShardReader
-from bridge.converters.shard_store import write_all
 from bridge.converters.slabs import BLOCK_BYTES, CHUNK_ELEMENTS, Tiling, tile, unit_elements
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
@@ -146,8 +146,8 @@ def test_an_array_that_lacks_a_block_is_no_array(tmp_path: Path) -> None:
 def test_a_short_write_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
 
-    def short(file: int, buffers: list[memoryview], position: int) -> int:
-        return pwritev(file, [buffers[0][:3]] if len(buffers[0]) > 3 else buffers[:1], position)
+    def short(file: int, buffers: list[memoryview], position: int, flags: int = 0) -> int:
+        return pwritev(file, [buffers[0][:3]] if len(buffers[0]) > 3 else buffers[:1], position, flags)
 
     monkeypatch.setattr(os, "pwritev", short)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
