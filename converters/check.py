@@ -13,8 +13,8 @@ from bridge.converters.hf_store import HfSource
 from bridge.converters.layout import Table
 from bridge.converters.orbax_store import TreeSource
 from bridge.converters.plan import Move
-from bridge.converters.pool import run_bounded
-from bridge.converters.transfer import Budget, Progress, Slab, no_progress, stored_slabs
+from bridge.converters.pool import Progress, no_progress, run_bounded
+from bridge.converters.transfer import Budget, Slab, stored_slabs
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 

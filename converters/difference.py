@@ -21,9 +21,9 @@ from bridge.converters.hf_store import PIECE, HfSource
 from bridge.converters.layout import axes_of, scale_of
 from bridge.converters.orbax_store import TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
-from bridge.converters.pool import run_bounded
+from bridge.converters.pool import Progress, no_progress, run_bounded
 from bridge.converters.slabs import Cutting, unit_elements
-from bridge.converters.transfer import Budget, Progress, Slab, no_progress, stored_slabs
+from bridge.converters.transfer import Budget, Slab, stored_slabs
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
 

@@ -1,4 +1,4 @@
-"""A bounded pool of threads for jobs that are made as they are needed."""
+"""A bounded pool of threads for jobs that are made as they are needed, and how they say that they are done."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Callable, Iterable
 
 WAITING = 4
 """Jobs a worker has ahead of it: a model of 400 GB is cut into 200,000 of them, which are made as they are needed."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just finished, from any thread."""
+
+
+def no_progress(_: int) -> None:
+    """Say nothing."""
 
 
 def run_bounded(jobs: Iterable[Callable[[], None]], workers: int) -> None:

@@ -47,60 +47,45 @@ class ShardReader:
             size, end = math.prod(counts) * 16, self._path.stat().st_size
         except OSError as error:
             raise self._damaged(f"{self._path}: {error.strerror}") from error
-        raw = self._read([size, CHECKSUM_BYTES], end - size - CHECKSUM_BYTES)
-        self._check(raw[0], raw[1], "its index")
-        index = raw[0].view("<u8").reshape(*counts, 2)
+        raw, stored = np.empty(size, np.uint8), np.empty(CHECKSUM_BYTES, np.uint8)
+        self._read([(end - size - CHECKSUM_BYTES, raw, stored)])
+        self._check(raw, stored, "its index")
+        index = raw.view("<u8").reshape(*counts, 2)
         offsets = index[..., 0]
         within = offsets <= np.uint64(max(0, end - size - CHECKSUM_BYTES - self._chunk_bytes))
         if not (index[..., 1] == self._chunk_bytes).all() or not within.all():
             raise self._damaged("its index names chunks that are not there")
         return offsets
 
-    def read(self, layer: int, block: int, count: int) -> NDArray[Any]:
-        """A block's chunks as unsigned integers of the dtype's width, shape (parts, ...inner without layers).
+    def read(self, layer: int, block: int) -> NDArray[Any]:
+        """A block's chunks as unsigned integers of the dtype's width, of the tiling's `block_shape`.
 
         Args:
             layer, block: which; the block's number along the cut axis.
-            count: the units of it that lie in the array.
 
         Raises:
             CheckpointError: the file ends early, cannot be read, or has other bytes than were written.
         """
         tiling = self.tiling
         starts = [int(self._offsets[tiling.place(layer, block, part)]) for part in range(tiling.parts)]
-        sizes = [self._chunk_bytes - CHECKSUM_BYTES, CHECKSUM_BYTES]
-        values = np.empty((tiling.parts, sizes[0]), np.uint8)
-        if starts == list(range(starts[0], starts[0] + tiling.parts * self._chunk_bytes, self._chunk_bytes)):
-            raw = self._read(sizes * tiling.parts, starts[0], values)
-        else:
-            raw = [
-                part
-                for start, chunk in zip(starts, values, strict=True)
-                for part in self._read(sizes, start, chunk[np.newaxis])
-            ]
-        for chunk, stored in zip(raw[::2], raw[1::2], strict=True):
-            self._check(chunk, stored, f"layer {layer}, block {block}")
-        sides = [side for dim, side in enumerate(tiling.inner) if dim != tiling.layer_dim]
-        chunks: NDArray[Any] = values.view(f"u{self._itemsize}").reshape(tiling.parts, *sides)
-        if count == tiling.units:
-            return chunks
-        cut = tiling.cut_dim - (tiling.layer_dim is not None and tiling.layer_dim < tiling.cut_dim)
-        return np.ascontiguousarray(chunks[(slice(None), *[slice(None)] * cut, slice(0, count))])
+        values = np.empty((tiling.parts, self._chunk_bytes - CHECKSUM_BYTES), np.uint8)
+        stored = np.empty((tiling.parts, CHECKSUM_BYTES), np.uint8)
+        self._read(list(zip(starts, values, stored, strict=True)))
+        for chunk, each in zip(values, stored, strict=True):
+            self._check(chunk, each, f"layer {layer}, block {block}")
+        chunks: NDArray[Any] = values.view(f"u{self._itemsize}").reshape(tiling.block_shape)
+        return chunks
 
-    def _read(self, sizes: list[int], start: int, values: NDArray[np.uint8] | None = None) -> list[NDArray[np.uint8]]:
-        """Pieces that lie one behind the other; every other one into the rows of `values`, if those are given."""
-        pieces = [np.empty(size, np.uint8) for size in sizes] if values is None else []
-        for row in values if values is not None else ():
-            pieces += [row, np.empty(CHECKSUM_BYTES, np.uint8)]
+    def _read(self, pieces: list[tuple[int, NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
+        """Fill pairs of arrays with what lies one behind the other from a position on."""
         try:
             # Opened for each block: a model has more arrays than a process may have files.
             with self._path.open("rb", buffering=0) as file:
-                whole = start >= 0 and read_all(file.fileno(), pieces, start)
+                whole = all(start >= 0 and read_all(file.fileno(), pair, start) for start, *pair in pieces)
         except OSError as error:
             raise self._damaged(str(error)) from error
         if not whole:
             raise self._damaged(f"{self._path.name} ends early")
-        return pieces
 
     def _check(self, values: NDArray[np.uint8], stored: NDArray[np.uint8], what: str) -> None:
         if checksum(values) != stored.tobytes():
@@ -152,4 +137,5 @@ def _tiling(move: Move, axes: Axes, inner: tuple[Any, ...]) -> Tiling | None:
     if split is not None and like.shape[split] % inner[split]:
         return None
     parts = like.shape[split] // inner[split] if split is not None else 1
-    return dataclasses.replace(like, inner=inner, units=inner[like.cut_dim], parts=parts)
+    units = inner[like.cut_dim]
+    return dataclasses.replace(like, inner=inner, units=units, step=min(units, like.step), parts=parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,24 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from bridge.converters import bits
+from bridge.converters import bits, in_place
 from bridge.converters.bits import Array
 from bridge.converters.hf_store import HfSink, HfSource
 from bridge.converters.layout import Block, axes_of, scale_of
 from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move
-from bridge.converters.pool import run_bounded
-from bridge.converters.shard_reader import ShardReader, open_shard
-from bridge.converters.shard_store import ShardWriter
+from bridge.converters.pool import Progress, no_progress, run_bounded
+from bridge.converters.shard_reader import open_shard
 from bridge.converters.slabs import (
     Cutting,
-    Tiling,
     chunk_shape,
     cut,
     cut_stored,
     read_chunk_shape,
     region,
-    tile,
     unit_elements,
 )
 from bridge.errors import CheckpointError
@@ -45,13 +41,6 @@ WORKERS = min(8, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffi
 COPIES = 4
 # Python, numpy, XLA and TensorStore themselves.
 BASE_BYTES = 256 << 20
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were just finished, from any thread."""
-
-
-def no_progress(_: int) -> None:
-    """Say nothing."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +160,7 @@ def import_checkpoint(
     targets = _targets(plan, source, dtype)
     with contextlib.ExitStack() as opened:
         if sink.in_place:
-            jobs = _blocks(targets, model, source, sink, opened, progress)
+            jobs = in_place.import_jobs(targets, model, source, sink, opened, progress)
         else:
             jobs = _slabs(targets, model, source, sink, budget, progress)
         run_bounded(jobs, budget.workers)
@@ -183,36 +172,6 @@ def _targets(plan: tuple[Move, ...], source: HfSource, dtype: str) -> Iterator[t
         kinds = [source.headers[name].dtype for name in move.hf]
         target = engine_dtype(move, kinds, dtype)
         yield move, target, max(ITEM_BYTES[target], *(ITEM_BYTES[kind] for kind in kinds))
-
-
-def _blocks(
-    targets: Iterator[tuple[Move, str, int]],
-    model: ModelSpec,
-    source: HfSource,
-    sink: TreeSink,
-    opened: contextlib.ExitStack,
-    progress: Progress,
-) -> Iterator[Callable[[], None]]:
-    """A job for every block of every array, each written in its place."""
-    axes = axes_of(model)
-
-    def write(writer: ShardWriter, move: Move, tiling: Tiling, target: str, layer: int, block: int) -> None:
-        name, unit = move.hf[layer], unit_elements(move, axes)
-        first = block * tiling.units
-        count = min(tiling.units, axes[move.rule.cut_axis] - first)
-        raw = source.read(name, first * unit, count * unit)
-        kind, scale = source.headers[name].dtype, scale_of(move.rule, model)
-        chunks = bits.import_block(raw, move.rule.block(axes, count, tiling.parts), kind, target, scale)
-        writer.write(layer, block, tiling.padded(chunks))
-        progress(raw.nbytes)
-
-    for move, target, width in targets:
-        tiling = tile(move, axes, width)
-        writer = sink.lay_out(move.engine, tiling, target)
-        opened.callback(writer.close)
-        for layer in range(len(move.hf)):
-            for block in range(tiling.blocks):
-                yield functools.partial(write, writer, move, tiling, target, layer, block)
 
 
 def _slabs(
@@ -263,22 +222,12 @@ def export_checkpoint(
             sink.write(name, start, moved)
             progress(moved.nbytes)
 
-    def copy(reader: ShardReader, move: Move, dtype: str, layer: int, block: int) -> None:
-        tiling, name = reader.tiling, move.hf[layer]
-        first = block * tiling.units
-        count = min(tiling.units, axes[move.rule.cut_axis] - first)
-        chunks, shape = reader.read(layer, block, count), move.rule.block(axes, count, tiling.parts)
-        moved = bits.export_block(chunks, shape, dtype, kinds[name], scale_of(move.rule, model))
-        sink.write(name, first * unit_elements(move, axes), moved)
-        progress(moved.nbytes)
-
     def jobs() -> Iterator[Callable[[], None]]:
         for move in plan:
             leaf = source.leaves[move.engine]
             reader = open_shard(source.folder, move, axes, leaf.tensor)
             if reader is not None:
-                for layer, block in itertools.product(range(len(move.hf)), range(reader.tiling.blocks)):
-                    yield functools.partial(copy, reader, move, leaf.tensor.dtype, layer, block)
+                yield from in_place.export_jobs(reader, move, leaf.tensor.dtype, model, sink, progress)
                 continue
             array = source.open(move.engine)
             for slab in stored_slabs(move, model, leaf, [kinds[name] for name in move.hf], budget):

@@ -119,6 +119,7 @@ def test_many_small_slabs_give_the_same_bits(tiny: Tiny, tmp_path: Path, monkeyp
     monkeypatch.setattr(transfer.bits, "import_block", counted)
     monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 7000))
     monkeypatch.setattr(slabs, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(slabs, "STORED_BYTES", 2900)
     monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
     for engine, scanned in LAYOUTS:
         for compression in ("none", "zstd:1"):

@@ -176,6 +176,7 @@ def test_cut_into_small_slabs_it_finds_the_same(
     pair: tuple[str, str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slabs, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(slabs, "STORED_BYTES", 2900)
     monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
     first, second = formats(tiny("mha"), tmp_path / "a"), formats(tiny("mha", seed=1), tmp_path / "b")
     with open_side(first[pair[0]], None, None) as a, open_side(second[pair[1]], None, None) as b:

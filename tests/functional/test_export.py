@@ -85,6 +85,7 @@ def test_many_small_slabs_give_the_same_bits(tiny: Tiny, tmp_path: Path, monkeyp
     source = tiny("head_dim_128", edge_values=True)
     monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 3000))
     monkeypatch.setattr(slabs, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(slabs, "STORED_BYTES", 5000)
     convert(source, tmp_path / "ckpt")
     monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 11000))
     assert folders_differ(source, export(tmp_path / "ckpt", tmp_path / "hf")) == []
@@ -97,10 +98,11 @@ def test_blocks_read_in_place_are_what_tensorstore_reads(
     """The two ways to read the same files; blocks of many sizes, padded ones among them."""
     source = tiny("head_dim_96", dtype="bfloat16", edge_values=True)
     open_shard = transfer.open_shard
-    for block_bytes in (900, 5000, 4 << 20):
+    for block_bytes, stored_bytes in ((900, 900), (900, 3100), (5000, 1 << 20), (4 << 20, 4 << 20)):
         monkeypatch.setattr(slabs, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(slabs, "STORED_BYTES", stored_bytes)
         monkeypatch.setattr(slabs, "CHUNK_ELEMENTS", 16)
-        here = tmp_path / str(block_bytes)
+        here = tmp_path / f"{block_bytes}-{stored_bytes}"
         convert(source, here / "ckpt", *(["--unscanned"] if unscanned else []), engine=engine)
         readers: list[Any] = []
 
