@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +19,32 @@ BRIDGE = [sys.executable, "-m", "bridge"]
 
 @dataclass(frozen=True)
 class Cost:
-    """One command: wall and processor seconds, peak resident memory in bytes."""
+    """One command and all its processes: wall and processor seconds, peak resident bytes of one, its exit status."""
 
     wall: float
     cpu: float
-    peak: int
+    peak: int = 0
+    status: int = 0
 
 
-def measure(argv: list[str], env: Mapping[str, str] | None = None) -> Cost:
-    """Run a command to its end; it must succeed."""
-    begun = time.perf_counter()
-    child = subprocess.Popen(argv, env={**ENV, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    text = child.stderr.read() if child.stderr else b""
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with {child.returncode}:\n{text.decode(errors='replace')[-3000:]}")
-    return Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+def run(argv: Sequence[str], folder: Path | None = None, must: bool = True) -> tuple[Cost, str]:
+    """Run a command to its end, in a folder; if it must, it has to succeed. Its cost, and what it said on stderr."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        begun = time.perf_counter()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": said}
+        child = subprocess.Popen(argv, cwd=folder, env=ENV, **streams)
+        _, status, usage = os.wait4(child.pid, 0)
+        wall, child.returncode = time.perf_counter() - begun, os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        text = said.read()
+    if child.returncode and must:
+        raise SystemExit(f"{' '.join(argv)} ended with {child.returncode}:\n{text[-3000:]}")
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, child.returncode), text
+
+
+def measure(argv: Sequence[str], must: bool = True) -> Cost:
+    """What a command costs."""
+    return run(argv, must=must)[0]
 
 
 def copy(source: Path, target: Path) -> Cost:

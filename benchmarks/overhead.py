@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +22,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "tests")]
 
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-BRIDGE = (sys.executable, "-m", "bridge")
+from measure import BRIDGE, Cost, run  # noqa: E402
+
 # MaxText calls its split train_sft unless it is told otherwise.
 BY_HAND = {
     "maxtext": ("-m", "maxtext.trainers.post_train.sft.train_sft", "{program}", "train_split=train"),
@@ -54,35 +51,12 @@ print({OWN!r} + json.dumps(own), file=sys.stderr)
 
 
 @dataclass(frozen=True)
-class Cost:
-    """One command: wall seconds, and processor seconds of it and all its processes."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
 class Pair:
     """The same training by hand and through the launcher, and the launcher process's share of the latter."""
 
     hand: Cost
     launch: Cost
     own: Cost
-
-
-def run(argv: Sequence[str], folder: Path) -> tuple[Cost, str]:
-    """Run a command to its end; it must succeed. Its cost, and what it printed."""
-    with tempfile.TemporaryFile("w+") as output:
-        begun = time.perf_counter()
-        child = subprocess.Popen(argv, cwd=folder, env=ENV, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-        _, status, usage = os.wait4(child.pid, 0)
-        cost = Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        text = output.read()
-    if child.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with {child.returncode}:\n{text[-3000:]}")
-    return cost, text
 
 
 def by_hand(folder: Path, engine: str, number: int) -> Cost:

@@ -10,7 +10,8 @@
     starts    how soon `--help`, `inspect` and `--dry-run` answer, and what `bridge launch` adds to an engine
     scale     sparse files: holes are read as zeros, zeros are written as holes; whole conversion and export
 
-70b and 405b are measured with `scale` alone. The machine may be shared: each figure is the median over pairs.
+70b and 405b are measured with `scale` alone. --curve shows what `scale` found of several sizes, one below the other.
+The machine may be shared: each figure is the median over pairs.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def costs(title: str, measured: dict[str, Cost]) -> dict[str, dict[str, float]]:
     """Print and give the costs of some commands."""
     print(f"{title:40} {'wall s':>8} {'cpu s':>8} {'peak MiB':>9}")
     for name, cost in measured.items():
-        print(f"{name:40} {cost.wall:8.2f} {cost.cpu:8.2f} {cost.peak / 2**20:9.0f}")
+        ended = f"  ended with {cost.status}" if cost.status else ""
+        print(f"{name:40} {cost.wall:8.2f} {cost.cpu:8.2f} {cost.peak / 2**20:9.0f}{ended}")
     return {name: asdict(cost) for name, cost in measured.items()}
 
 
@@ -131,6 +133,7 @@ def restores(ours: Path, theirs: Path, count: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {"bridge": [], "MaxText to_maxtext": []}
     for _ in range(count):
         for name, item in zip(found, (ours, theirs), strict=True):
+            warm(item, cold=False)
             argv = [sys.executable, str(Path(__file__).with_name("restore.py")), str(item)]
             done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=True)
             found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -150,6 +153,19 @@ def scale(source: Path, engine: str, folder: Path) -> dict[str, dict[str, float]
     return costs("scale", measured)
 
 
+def curve(folder: Path) -> None:
+    """What `scale` wrote of every size: flat in memory, linear in time."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("results-*.json")]
+    print(f"{'':6} {'':8} {'GB':>8} {'wall s':>8} {'GB/s':>6} {'cpu s':>8} {'peak MiB':>9}")
+    for result in sorted((result for result in found if "scale" in result), key=lambda result: float(result["bytes"])):
+        for name, cost in result["scale"].items():
+            size = result["bytes"] / 1e9
+            print(
+                f"{result['size']:6} {name:8} {size:8.1f} {cost['wall']:8.1f} {size / cost['wall']:6.2f} "
+                f"{cost['cpu']:8.1f} {cost['peak'] / 2**20:9.0f}"
+            )
+
+
 def main() -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,7 +176,11 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="read from the disk; always so for 8b")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the bytes go")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results-SIZE.json")
+    parser.add_argument("--curve", action="store_true", help="measure nothing, show the results of `scale`")
     options = parser.parse_args()
+    if options.curve:
+        curve(Path(__file__).parent)
+        return
     parts = options.parts or PARTS[options.size]
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     result: dict[str, Any] = {"size": options.size, "engine": options.engine, "machine": machine}
