@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
-from collections.abc import Sequence
+import platform
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-UNCACHED = 0x80 if sys.platform == "linux" else 0
-"""RWF_DONTCACHE: written pages go to the disk at once and leave the cache, pages read for it leave it too; what was
-cached before stays. Linux 6.14 on ext4, XFS and Btrfs (man preadv2). 2.5 GB with fsync in a virtual machine took
-1.1 to 1.2 s, 2.4 to 6.3 s through the cache."""
+
+def _uncached(system: str, release: str) -> int:
+    """RWF_DONTCACHE, where it can be relied upon.
+
+    Linux has it since 6.14, but until 6.16 a page written to again while it was on its way to the disk could be
+    dropped with the later bytes (mm/filemap: "gate dropbehind invalidate on folio !dirty && !writeback").
+    """
+    version = re.match(r"(\d+)\.(\d+)", release)
+    return 0x80 if system == "Linux" and version and tuple(map(int, version.groups())) >= (6, 16) else 0
+
+
+UNCACHED = _uncached(platform.system(), platform.release())
+"""Written pages go to the disk at once and leave the cache, pages read for it leave it too; what was cached before
+stays (man preadv2). 2.5 GB with fsync in a virtual machine took 1.1 to 1.2 s, 2.4 to 6.3 s through the cache."""
 WITHOUT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-"""What other kernels and file systems say to it."""
+"""What file systems say that do not have it."""
 WRITE_BYTES = 4 << 20
 """Of one call."""
 CACHED_WRITE_BYTES = 256 << 10
@@ -33,12 +44,7 @@ def read_all(file: int, buffers: Sequence[Any], position: int) -> bool:
     """
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
-        try:
-            done = os.preadv(file, left, position, UNCACHED)
-        except OSError as error:
-            if error.errno not in WITHOUT:
-                raise
-            done = os.preadv(file, left, position)
+        done = _either(os.preadv, file, left, position)
         if done == 0 and any(map(len, left)):
             return False
         position += done
@@ -54,14 +60,21 @@ def write_all(file: int, buffers: Sequence[Any], position: int) -> None:
     """
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
+        part = _first(left, WRITE_BYTES if UNCACHED else CACHED_WRITE_BYTES)
+        done = _either(os.pwritev, file, part, position)
+        position += done
+        _drop(left, done)
+
+
+def _either(call: Callable[..., int], file: int, buffers: list[memoryview], position: int) -> int:
+    """`preadv` or `pwritev` with `UNCACHED`, or without where the kernel or the file system does not know it."""
+    if UNCACHED:
         try:
-            done = os.pwritev(file, _first(left, WRITE_BYTES), position, UNCACHED)
+            return call(file, buffers, position, UNCACHED)
         except OSError as error:
             if error.errno not in WITHOUT:
                 raise
-            done = os.pwritev(file, _first(left, CACHED_WRITE_BYTES), position)
-        position += done
-        _drop(left, done)
+    return call(file, buffers, position)
 
 
 def _first(buffers: list[memoryview], room: int) -> list[memoryview]:

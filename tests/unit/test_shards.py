@@ -16,7 +16,7 @@ import pytest
 import tensorstore
 from numpy.typing import NDArray
 
-from bridge.converters import slabs
+from bridge.converters import ranges, slabs
 from bridge.converters.layout import axes_of
 from bridge.converters.orbax_store import TreeSink
 from bridge.converters.plan import Move, make_plan, tables
@@ -161,9 +161,26 @@ def test_a_short_write_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789abcd" + b"\1\0\2\0"
 
 
-def test_a_kernel_that_knows_no_uncached_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What older ones and other file systems answer; any other fault stays a fault."""
+@pytest.mark.parametrize(
+    ("system", "release", "uncached"),
+    [
+        ("Linux", "6.18.44-generic", True),
+        ("Linux", "6.16.0", True),
+        ("Linux", "7.0-rc1", True),
+        ("Linux", "6.15.9", False),
+        ("Linux", "6.8.0-1021-gcp", False),
+        ("Linux", "unknown", False),
+        ("Darwin", "24.3.0", False),
+    ],
+)
+def test_pages_are_dropped_where_that_is_sound(system: str, release: str, uncached: bool) -> None:
+    assert bool(ranges._uncached(system, release)) == uncached
+
+
+def test_a_file_system_that_knows_no_uncached_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it answers; any other fault stays a fault."""
     answer = errno.EOPNOTSUPP
+    monkeypatch.setattr(ranges, "UNCACHED", 0x80)
     for name in ("preadv", "pwritev"):
         original = getattr(os, name)
 
