@@ -128,8 +128,11 @@ def _each_slab(
     budget: Budget,
     visit: Callable[[Slab, bits.Array], None],
 ) -> None:
+    room = budget.room()
+
     def job(move: Move, slab: Slab) -> None:
-        visit(slab, np.asarray(tree.read(tree.open(move.engine), slab.region, move.engine)))
+        with room.hold(slab.nbytes):
+            visit(slab, np.asarray(tree.read(tree.open(move.engine), slab.region, move.engine)))
 
     jobs: list[Callable[[], None]] = []
     for move in moves:

@@ -225,9 +225,12 @@ def _led(
     note: Callable[[str, Values, Values], None],
     budget: Budget,
 ) -> list[Callable[[], None]]:
+    room = budget.room()
+
     def visit(slab: Slab) -> None:
-        for name, mine, other in _pairs(leader, partner, slab, names):
-            note(name, mine, other)
+        with room.hold(slab.nbytes):
+            for name, mine, other in _pairs(leader, partner, slab, names):
+                note(name, mine, other)
 
     moves = [move for move in leader.moves if names & set(move.hf)]
     return [functools.partial(visit, slab) for move in moves for slab in leader.slabs(move, budget)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 WAITING = 4
 """Jobs a worker has ahead of it: a model of 400 GB is cut into 200,000 of them, which are made as they are needed."""
@@ -14,6 +16,27 @@ Progress = Callable[[int], None]
 
 def no_progress(_: int) -> None:
     """Say nothing."""
+
+
+class Room:
+    """Lets jobs in while the bytes that they hold stay below a limit; one that needs more has it for itself."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Wait for `size` bytes, and have them in the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
 
 
 def run_bounded(jobs: Iterable[Callable[[], None]], workers: int) -> None:

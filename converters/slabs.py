@@ -125,20 +125,21 @@ def cut(move: Move, axes: Axes, itemsize: int, slab_bytes: int) -> Cutting:
 
 
 def cut_stored(move: Move, axes: Axes, itemsize: int, slab_bytes: int, layer_chunk: int, unit_chunk: int) -> Cutting:
-    """Cut a stored array by whole chunks, each decoded once: cache-sized blocks of one layer where they allow it."""
-    row = unit_elements(move, axes) * itemsize * unit_chunk
-    block = min(BLOCK_BYTES, slab_bytes)
-    if layer_chunk == 1 and row <= block:
-        units = min(axes[move.rule.cut_axis], block // row * unit_chunk)
-        return Cutting(1, units, units, len(move.hf), axes[move.rule.cut_axis])
-    return along_chunks(cut(move, axes, itemsize, slab_bytes), layer_chunk, unit_chunk)
+    """Cut a stored array by whole chunks, each decoded once: as many rows of them as `slab_bytes` hold, at least one.
 
-
-def along_chunks(cutting: Cutting, layer_chunk: int, unit_chunk: int) -> Cutting:
-    """Widen slabs to whole chunks of a stored array: a chunk is then decoded once, not once a slab."""
-    layers = min(cutting.total_layers, math.ceil(cutting.layers / layer_chunk) * layer_chunk)
-    units = min(cutting.total_units, math.ceil(cutting.units / unit_chunk) * unit_chunk)
-    return Cutting(layers, units, cutting.block_units, cutting.total_layers, cutting.total_units)
+    Cache-sized blocks of one layer where the chunks allow it.
+    """
+    unit, layers, units = unit_elements(move, axes) * itemsize, len(move.hf), axes[move.rule.cut_axis]
+    layer_chunk, unit_chunk = min(layer_chunk, layers), min(unit_chunk, units)
+    row = unit * unit_chunk * layer_chunk
+    if layer_chunk == 1 and row <= min(BLOCK_BYTES, slab_bytes):
+        slab_units = min(units, min(BLOCK_BYTES, slab_bytes) // row * unit_chunk)
+        return Cutting(1, slab_units, slab_units, layers, units)
+    slab_units = min(units, max(1, slab_bytes // row) * unit_chunk)
+    slab_layers = layer_chunk
+    if slab_units == units:
+        slab_layers = min(layers, max(1, slab_bytes // (unit * units * layer_chunk)) * layer_chunk)
+    return Cutting(slab_layers, slab_units, max(1, min(slab_units, BLOCK_BYTES // unit)), layers, units)
 
 
 def region(move: Move, layers: range, units: range) -> tuple[slice, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from bridge.converters.hf_store import HfSink, HfSource
 from bridge.converters.layout import Block, axes_of, scale_of
 from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move
-from bridge.converters.pool import Progress, no_progress, run_bounded
+from bridge.converters.pool import Progress, Room, no_progress, run_bounded
 from bridge.converters.shard_reader import open_shard
 from bridge.converters.slabs import (
     Cutting,
@@ -55,6 +56,10 @@ class Budget:
         """Bytes of one slab on its larger side."""
         return max(1 << 20, (self.memory - BASE_BYTES) // (COPIES * self.workers))
 
+    def room(self) -> Room:
+        """For the slabs of one transfer: those that a stored chunk makes too large are moved one at a time."""
+        return Room(self.slab_bytes * self.workers)
+
 
 def engine_dtype(move: Move, sources: Iterable[str], choice: str) -> str:
     """The dtype of an engine array: the source's by default, float32 where the engine folds a scale into it.
@@ -85,6 +90,14 @@ class Slab:
     def region(self) -> tuple[slice, ...]:
         """Its place in the engine's array."""
         return region(self.move, self.layers, self.units)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the engine's side."""
+        sides = (
+            len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)
+        )
+        return math.prod(sides) * ITEM_BYTES[self.engine_dtype]
 
     def pieces(self) -> Iterator[tuple[str, range, Block, tuple[slice | int, ...]]]:
         """(Hugging Face tensor, units, permutation, place in the slab) of every cache-sized block."""
@@ -217,10 +230,13 @@ def export_checkpoint(
 
     axes = axes_of(model)
 
+    room = budget.room()
+
     def write(array: Any, slab: Slab) -> None:
-        for name, start, moved in slab.to_hf(source.read(array, slab.region, slab.move.engine), kinds):
-            sink.write(name, start, moved)
-            progress(moved.nbytes)
+        with room.hold(slab.nbytes):
+            for name, start, moved in slab.to_hf(source.read(array, slab.region, slab.move.engine), kinds):
+                sink.write(name, start, moved)
+                progress(moved.nbytes)
 
     def jobs() -> Iterator[Callable[[], None]]:
         for move in plan:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge import engine_fixes
 from bridge.errors import CheckpointError, LaunchError
-from bridge.launchers import data
+from bridge.launchers import data, stored_chunks
 from bridge.launchers.keep import checkpoint_options
 from bridge.launchers.maxtext_hooks import data_hooks, training_hooks
 from bridge.launchers.metrics import MetricsLog
@@ -52,6 +52,7 @@ def train(run_dir: Path, run_file: RunFile) -> None:
     check_shapes(config)
     metrics = MetricsLog(run_dir, writes=jax.process_index() == 0)
     _install(trainers, run_file, train_rows, eval_rows, metrics)
+    stored_chunks.install("maxtext", run_file.model, config.scan_layers)
     devices, length = jax.device_count(), run.train.sequence_length
     steps = run.train.total_steps
     say(f"training {steps} steps of {rows} x {length} tokens on {devices} device(s)")

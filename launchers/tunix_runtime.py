@@ -16,7 +16,7 @@ from typing import Any
 
 from bridge import engine_fixes, mesh, run_spec, tunix_llama
 from bridge.errors import BridgeError, LaunchError, SpecError, UnsupportedError
-from bridge.launchers import data, tunix_adapters, tunix_dropout, tunix_loss
+from bridge.launchers import data, stored_chunks, tunix_adapters, tunix_dropout, tunix_loss
 from bridge.launchers.keep import checkpoint_options
 from bridge.launchers.metrics import MetricsLog
 from bridge.launchers.progress import clock_of, learning_rates
@@ -246,6 +246,7 @@ def train(
     clock = clock_of(run, model, rows, trainer._lora_enabled)
     trainer.with_data_hooks(Feed(rows, eval_rows, jax_mesh, steps))
     trainer.with_training_hooks(Watch(metrics, clock, learning_rates(schedule(run), steps)))
+    stored_chunks.install("tunix", model)
     if trainer.train_steps:
         say(f"resumed after step {trainer.train_steps}")
     say(f"training {steps} steps of {rows.global_rows * run.train.gradient_accumulation} rows")

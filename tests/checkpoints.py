@@ -104,6 +104,15 @@ def save(step: Path, item: str, tree: Mapping[str, Array], *, ocdbt: bool = True
     return step / item
 
 
+def stored_chunk(item: Path, name: str) -> tuple[int, ...]:
+    """The shape of the chunks of an array of a zarr2 checkpoint in OCDBT, read by TensorStore alone."""
+    import tensorstore
+
+    store = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
+    array = tensorstore.open({"driver": "zarr", "kvstore": store}, open=True).result()
+    return tuple(array.chunk_layout.read_chunk.shape)
+
+
 def flat(tree: Any) -> Tree:
     """Dotted path -> array of nested dicts."""
     import jax

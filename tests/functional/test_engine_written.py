@@ -10,12 +10,15 @@ from typing import Any
 import engine_trees
 import numpy as np
 import pytest
-from checkpoints import Tree, export, folders_differ, run, save
+from checkpoints import Tree, different, export, folders_differ, restore, run, save, stored_chunk
 from conftest import Tiny
 from maxtext_converter import by_maxtext
 
 import oracles
+from bridge.converters import transfer
 from bridge.errors import CheckpointError
+from bridge.launchers import stored_chunks
+from bridge.model_spec import ModelSpec
 
 DRESSES: dict[str, Callable[[Tree], Tree]] = {
     "linen": engine_trees.linen,
@@ -55,6 +58,30 @@ def test_a_maxtext_checkpoint_is_exported_and_inspected(
         assert facts["tensors"] == shapes
         back = export(path, tmp_path / f"hf{number}", "--base", source)
         assert folders_differ(source, back) == []
+
+
+@pytest.mark.parametrize("engine", ["maxtext", "tunix"])
+def test_chunks_of_a_training_run_are_orbax_own_and_exported(
+    engine: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored in many chunks: Orbax restores the same tree, and the export is the source."""
+    from orbax.checkpoint._src.arrays import subchunking
+
+    source = tiny("head_dim_96", edge_values=True)
+    files = oracles.read_hf(source)
+    tree = oracles.maxtext_tree(*files, scanned=True) if engine == "maxtext" else oracles.tunix_tree(*files)
+    monkeypatch.setattr(subchunking, "choose_chunk_shape", subchunking.choose_chunk_shape)
+    monkeypatch.setattr(stored_chunks, "ROW_BYTES", 3000)
+    stored_chunks.install(engine, ModelSpec.from_folder(source))
+    item = save(tmp_path / "ckpt" / "7", "model_params", tree, zarr3=False)
+    chunks = {name: stored_chunk(item, name) for name in tree}
+    cut = {name for name, array in tree.items() if chunks[name] != array.shape}
+    assert len(cut) > len(tree) // 2
+    stacked = [name for name in tree if ".layers." in name and engine == "maxtext"]
+    assert all(chunks[name][1] == 1 for name in stacked)
+    assert different(restore(item), tree) == []
+    monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 4000))
+    assert folders_differ(source, export(tmp_path / "ckpt", tmp_path / "hf", "--base", source)) == []
 
 
 @pytest.mark.parametrize("name", ["tied", "mqa"])

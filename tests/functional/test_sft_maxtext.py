@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
+from checkpoints import restore, stored_chunk
 from conftest import Tiny
 from sft_folder import CHATS, TOKEN, Folder, mean_loss
 
@@ -71,6 +72,17 @@ def test_first_loss_is_pytorch_on_the_learnt_tokens(trained: Folder) -> None:
 def test_keeps_the_last_and_the_best(trained: Folder) -> None:
     """`train.keep` is 1; saves at 2, 4, 6 and evals at 3, 6: the last is the best here."""
     assert trained.steps("maxtext-sft") == [6]
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_stored_layer_by_layer(trained: Folder) -> None:
+    """As MaxText has Orbax store it, one layer could not be exported without decoding all."""
+    step = trained.path / "runs" / "maxtext-sft" / "checkpoints" / "6"
+    for item in ("model_params", "optimizer_state"):
+        names = [name for name in restore(step / item) if ".layers." in name and ".kernel" in name]
+        assert len(names) >= 7, item
+        for name in names:
+            assert stored_chunk(step / item, name)[1] == 1, name
 
 
 @pytest.mark.slow

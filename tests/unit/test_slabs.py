@@ -11,10 +11,9 @@ from bridge.converters.layout import axes_of
 from bridge.converters.plan import Move, make_plan, tables
 from bridge.converters.slabs import (
     BLOCK_BYTES,
-    Cutting,
-    along_chunks,
     chunk_shape,
     cut,
+    cut_stored,
     read_chunk_shape,
     region,
     unit_elements,
@@ -88,13 +87,22 @@ def test_read_chunks_divide_write_chunks_along_the_embedding() -> None:
     assert read_chunk_shape(out, (6, 5, 128, 4096)) == (6, 5, 128, 256)
 
 
-def test_a_cut_is_widened_to_whole_stored_chunks() -> None:
-    cutting = Cutting(layers=2, units=3, block_units=3, total_layers=5, total_units=50)
-    wide = along_chunks(cutting, 4, 8)
-    assert (wide.layers, wide.units, wide.count) == (4, 8, 2 * 7)
-    whole = along_chunks(cutting, 8, 64)
-    assert (whole.layers, whole.units, whole.count) == (5, 50, 1)
-    assert along_chunks(cutting, 1, 1) == cutting
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("chunks", [(1, 1), (1, 4), (1, 64), (2, 3), (5, 7), (8, 64)])
+def test_a_stored_array_is_cut_by_whole_chunks(chunks: tuple[int, int], size: int) -> None:
+    """One row of chunks where that is more than a slab; never more than a slab where it is not."""
+    axes = axes_of(MODEL)
+    for move in make_plan(tables()["llama", "maxtext"], MODEL):
+        cutting = cut_stored(move, axes, 4, size, *chunks)
+        layers, units = min(chunks[0], cutting.total_layers), min(chunks[1], cutting.total_units)
+        seen = np.zeros((cutting.total_layers, cutting.total_units), np.int32)
+        for some_layers, some_units in cutting.slabs():
+            seen[some_layers.start : some_layers.stop, some_units.start : some_units.stop] += 1
+            assert some_layers.start % layers == 0, "a chunk that two slabs share is decoded twice"
+            assert some_units.start % units == 0, "a chunk that two slabs share is decoded twice"
+            one = unit_elements(move, axes) * 4
+            assert len(some_layers) * len(some_units) * one <= max(size, layers * units * one), move.name
+        assert (seen == 1).all(), move.name
 
 
 def test_the_budget_bounds_all_slabs_at_once() -> None:

@@ -1,0 +1,61 @@
+"""The chunks of training checkpoints: whole divisions of a device's share, rows of them below a bound, at any size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bridge.converters.layout import axes_of
+from bridge.converters.plan import make_plan, tables
+from bridge.converters.slabs import cut_stored, unit_elements
+from bridge.converters.transfer import Budget
+from bridge.launchers import stored_chunks
+from bridge.model_spec import ModelSpec
+
+FACTS = {"rope_theta": 5e5, "rope_scaling": None, "norm_eps": 1e-5, "context": 64, "dtype": "bfloat16"}
+MODELS = {
+    "1b": ModelSpec(16, 2048, 32, 8, 64, 8192, 128256, True, **FACTS),
+    "8b": ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, **FACTS),
+    "70b": ModelSpec(80, 8192, 64, 8, 128, 28672, 128256, False, **FACTS),
+    "405b": ModelSpec(126, 16384, 128, 8, 128, 53248, 128256, False, **FACTS),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8, 64])
+@pytest.mark.parametrize("engine", ["maxtext", "tunix"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_decoded_at_once_is_bounded(name: str, engine: str, devices: int) -> None:
+    """Float32, the embedding divided over the devices as both engines' fsdp does it."""
+    model = MODELS[name]
+    axes = axes_of(model)
+    for move in make_plan(tables()["llama", engine], model):
+        rule = move.rule
+        embed = next(dim for dim, group in enumerate(rule.engine_groups) if group == ("embed",))
+        share = tuple(size // devices if dim == embed else size for dim, size in enumerate(move.engine_shape))
+        unit = unit_elements(move, axes)
+        chunk = stored_chunks.chunk_of(share, 4, rule.engine_layer_dim, rule.engine_cut_dim, unit)
+        assert all(size % side == 0 for size, side in zip(share, chunk, strict=True)), "Orbax writes whole chunks only"
+        assert math.prod(chunk) * 4 <= 32 << 20
+        layer_chunk = chunk[rule.engine_layer_dim] if rule.engine_layer_dim is not None else 1
+        budget = Budget()
+        cutting = cut_stored(move, axes, 4, budget.slab_bytes, layer_chunk, chunk[rule.engine_cut_dim])
+        assert cutting.layers * cutting.units * unit * 4 <= budget.slab_bytes, move.name
+        large = math.prod(share) * 4 > 256 << 20
+        assert not large or math.prod(chunk) * 4 > 64 << 10, f"{move.name}: chunks of {chunk} are too many"
+
+
+def test_other_arrays_are_stored_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orbax.checkpoint._src.arrays import subchunking
+
+    theirs = subchunking.choose_chunk_shape
+    monkeypatch.setattr(subchunking, "choose_chunk_shape", theirs)
+    stored_chunks.install("maxtext", MODELS["8b"])
+    kind = np.dtype("float32")
+    for shape in ((4096, 16), (7,), (4096, 32, 8, 16)):
+        assert subchunking.choose_chunk_shape(shape, shape, kind, None) == shape
+        small = subchunking.choose_chunk_shape(shape, shape, kind, 64)
+        assert small == theirs(shape, shape, kind, 64)
+        assert math.prod(small) <= 16
+    assert subchunking.choose_chunk_shape((4096, 32, 14336), (512, 32, 14336), kind, 2 << 30)[1] == 1
