@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -39,8 +41,23 @@ class Room:
                 self._changed.notify_all()
 
 
+M_ARENA_MAX = -8
+"""Of mallopt (man 3 mallopt)."""
+
+
+@functools.cache
+def share_freed_memory() -> None:
+    """Have glibc allocate from two arenas, not from eight a core: what one thread freed, the others then use again.
+
+    Checking a conversion of Llama 3.1 8B peaked at 586 MB, before at 1085; it took no longer.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # other C libraries
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
+
+
 def run_bounded(jobs: Iterable[Callable[[], None]], workers: int) -> None:
     """Run jobs on a bounded pool, a few ahead; the first failure stops what has not begun and is raised."""
+    share_freed_memory()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         waiting: set[concurrent.futures.Future[None]] = set()
         try:

@@ -125,21 +125,15 @@ def cut(move: Move, axes: Axes, itemsize: int, slab_bytes: int) -> Cutting:
 
 
 def cut_stored(move: Move, axes: Axes, itemsize: int, slab_bytes: int, layer_chunk: int, unit_chunk: int) -> Cutting:
-    """Cut a stored array by whole chunks, each decoded once: as many rows of them as `slab_bytes` hold, at least one.
+    """Cut a stored array by whole chunks, each decoded once: one row of them, or as many as make up a block.
 
-    Cache-sized blocks of one layer where the chunks allow it.
+    A row is what holds whole rows of a Hugging Face tensor; where chunks are large, it may exceed `slab_bytes`.
     """
     unit, layers, units = unit_elements(move, axes) * itemsize, len(move.hf), axes[move.rule.cut_axis]
     layer_chunk, unit_chunk = min(layer_chunk, layers), min(unit_chunk, units)
-    row = unit * unit_chunk * layer_chunk
-    if layer_chunk == 1 and row <= min(BLOCK_BYTES, slab_bytes):
-        slab_units = min(units, min(BLOCK_BYTES, slab_bytes) // row * unit_chunk)
-        return Cutting(1, slab_units, slab_units, layers, units)
-    slab_units = min(units, max(1, slab_bytes // row) * unit_chunk)
-    slab_layers = layer_chunk
-    if slab_units == units:
-        slab_layers = min(layers, max(1, slab_bytes // (unit * units * layer_chunk)) * layer_chunk)
-    return Cutting(slab_layers, slab_units, max(1, min(slab_units, BLOCK_BYTES // unit)), layers, units)
+    limit = min(BLOCK_BYTES, slab_bytes)
+    slab_units = min(units, max(1, limit // (unit * unit_chunk * layer_chunk)) * unit_chunk)
+    return Cutting(layer_chunk, slab_units, max(1, min(slab_units, BLOCK_BYTES // unit)), layers, units)
 
 
 def region(move: Move, layers: range, units: range) -> tuple[slice, ...]:
