@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["pairs", "forms", "peers", "restore", "starts", "scale"])
     parser.add_argument("--cold", action="store_true", help="read from the disk; always so for 8b")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the bytes go")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results-SIZE.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results-SIZE[-PART ...].json")
     parser.add_argument("--curve", action="store_true", help="measure nothing, show the results of `scale`")
     options = parser.parse_args()
     if options.curve:
@@ -209,7 +209,8 @@ def main() -> None:
     if "starts" in parts:
         result["starts"] = overhead.measure(pairs=options.pairs)
         overhead.show(result["starts"])
-    out = options.out or Path(__file__).with_name(f"results-{options.size}.json")
+    name = "-".join(["results", options.size, *(options.parts or [])])
+    out = options.out or Path(__file__).with_name(f"{name}.json")
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {out}")
 
