@@ -52,7 +52,7 @@ def train(run_dir: Path, run_file: RunFile) -> None:
     check_shapes(config)
     metrics = MetricsLog(run_dir, writes=jax.process_index() == 0)
     _install(trainers, run_file, train_rows, eval_rows, metrics)
-    stored_chunks.install("maxtext", run_file.model, config.scan_layers)
+    stored_chunks.install(run_file.model, config.scan_layers)
     devices, length = jax.device_count(), run.train.sequence_length
     steps = run.train.total_steps
     say(f"training {steps} steps of {rows} x {length} tokens on {devices} device(s)")

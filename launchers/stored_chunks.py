@@ -7,11 +7,9 @@ all layers on all devices: 7.5 GB of the MLP of Llama 3.1 8B in float32, 75 GB o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from bridge.converters.layout import axes_of
-from bridge.converters.plan import make_plan, table_for
-from bridge.converters.slabs import unit_elements
 from bridge.model_spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -20,44 +18,63 @@ ROW_BYTES = 32 << 20
 """Of the chunks that make up whole rows of a Hugging Face tensor."""
 
 
-def chunk_of(write_shape: Shape, itemsize: int, layer_dim: int | None, cut_dim: int, unit: int) -> Shape:
+def chunk_of(write_shape: Shape, global_shape: Shape, itemsize: int, layer_dim: int | None, cut_dim: int) -> Shape:
     """The chunk of a device's share: of one layer, and along the cut dimension what makes up `ROW_BYTES`.
 
     Args:
         write_shape: the share.
+        global_shape: of the whole array.
         itemsize: bytes of an element.
         layer_dim: where layers are stacked.
-        cut_dim: along which a Hugging Face tensor is written in pieces.
-        unit: elements of the whole array, of one layer, in a step along `cut_dim`.
+        cut_dim: the rows of the Hugging Face tensor, which is written by them.
     """
     chunk = list(write_shape)
+    elements = math.prod(global_shape) // global_shape[cut_dim]
     if layer_dim is not None:
         chunk[layer_dim] = 1
-    limit = max(1, ROW_BYTES // (unit * itemsize))
+        elements //= global_shape[layer_dim]
+    limit = max(1, ROW_BYTES // (elements * itemsize))
     chunk[cut_dim] = next(size for size in range(min(limit, chunk[cut_dim]), 0, -1) if chunk[cut_dim] % size == 0)
     return tuple(chunk)
 
 
-def install(engine: str, model: ModelSpec, scanned: bool = True) -> None:
-    """Have Orbax store all arrays of a model's shapes, of the optimizer's too, in such chunks, in this process.
+def layouts(model: ModelSpec, scanned: bool) -> dict[Shape, tuple[int | None, int]]:
+    """(dimension of the layers, dimension that is a Hugging Face tensor's rows) of every matrix, by its shape.
+
+    Both engines have the same matrices; MaxText's scanned layers are their second dimension.
+    """
+    embed, heads, kv, size, mlp = model.embed, model.heads, model.kv_heads, model.head_dim, model.mlp
+    of_a_layer = {
+        (embed, heads, size): 1,
+        (embed, kv, size): 1,
+        (heads, size, embed): 2,
+        (embed, mlp): 1,
+        (mlp, embed): 1,
+    }
+    known: dict[Shape, tuple[int | None, int]] = {(model.vocab, embed): (None, 0), (embed, model.vocab): (None, 1)}
+    for shape, cut in of_a_layer.items():
+        if scanned:
+            known[(shape[0], model.layers, *shape[1:])] = (1, cut + 1)
+        else:
+            known[shape] = (None, cut)
+    return known
+
+
+def install(model: ModelSpec, scanned: bool) -> None:
+    """Have Orbax store all matrices of a model, and of its optimizer's state, in such chunks, in this process.
 
     Raises:
         ImportError, AttributeError: this Orbax chooses its chunks elsewhere.
     """
     from orbax.checkpoint._src.arrays import subchunking
 
-    axes = axes_of(model)
-    known = {
-        move.engine_shape: (move.rule.engine_layer_dim, move.rule.engine_cut_dim, unit_elements(move, axes))
-        for move in make_plan(table_for(model, engine), model, scanned)
-    }
-    theirs = subchunking.choose_chunk_shape
+    known, theirs = layouts(model, scanned), subchunking.choose_chunk_shape
 
     def choose(global_shape: Shape, write_shape: Shape, dtype: Any, target_byte_size: int | None, **more: Any) -> Shape:
         found = known.get(tuple(global_shape))
         if found is None:
             chosen: Shape = theirs(global_shape, write_shape, dtype, target_byte_size, **more)
             return chosen
-        return chunk_of(tuple(write_shape), dtype.itemsize, *found)
+        return chunk_of(tuple(write_shape), tuple(global_shape), dtype.itemsize, *found)
 
     subchunking.choose_chunk_shape = choose

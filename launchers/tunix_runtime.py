@@ -246,7 +246,7 @@ def train(
     clock = clock_of(run, model, rows, trainer._lora_enabled)
     trainer.with_data_hooks(Feed(rows, eval_rows, jax_mesh, steps))
     trainer.with_training_hooks(Watch(metrics, clock, learning_rates(schedule(run), steps)))
-    stored_chunks.install("tunix", model)
+    stored_chunks.install(model, scanned=False)
     if trainer.train_steps:
         say(f"resumed after step {trainer.train_steps}")
     say(f"training {steps} steps of {rows.global_rows * run.train.gradient_accumulation} rows")
