@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -56,7 +57,7 @@ class HfSource:
         self._stack = ExitStack()
         self._files: dict[Path, int] = {}
 
-    @property
+    @functools.cached_property
     def headers(self) -> dict[str, Tensor]:
         """Shape and dtype of every tensor."""
         return {name: stored.tensor for name, stored in self.stored.items()}

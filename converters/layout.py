@@ -122,6 +122,11 @@ class Rule:
         """The dimension of the engine array that stacks the layers."""
         return self.engine_groups.index((LAYER,)) if self.stacked else None
 
+    @property
+    def engine_embed_dim(self) -> int | None:
+        """The dimension of the engine array that is the embedding, which fsdp shards."""
+        return self.engine_groups.index(("embed",)) if ("embed",) in self.engine_groups else None
+
     def hf_shape(self, axes: Axes) -> tuple[int, ...]:
         """The shape of one Hugging Face tensor."""
         return _shape([group for group in self.hf_groups if group != (LAYER,)], axes)

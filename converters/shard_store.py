@@ -51,6 +51,11 @@ class ShardWriter:
         self._writing = threading.Lock()
 
     @property
+    def tiling(self) -> Tiling:
+        """How blocks fall into the array."""
+        return self._shard.tiling
+
+    @property
     def _chunk_bytes(self) -> int:
         """Bytes of one chunk with its checksum."""
         return math.prod(self._shard.tiling.inner) * self._shard.itemsize + CHECKSUM_BYTES
@@ -65,7 +70,7 @@ class ShardWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        tiling = self._shard.tiling
+        tiling = self.tiling
         flat = np.ascontiguousarray(chunks).reshape(tiling.parts, -1).view(np.uint8)
         checksums, starts = [checksum(chunk) for chunk in flat], []
         for number in range(tiling.parts):

@@ -148,14 +148,14 @@ def region(move: Move, layers: range, units: range) -> tuple[slice, ...]:
 def tile(move: Move, axes: Axes, itemsize: int) -> Tiling:
     """Store an array by blocks whose chunks a reader likes; `itemsize` is the larger of both sides."""
     rule = move.rule
-    embed = next((i for i, group in enumerate(rule.engine_groups) if group == ("embed",)), None)
+    embed = rule.engine_embed_dim
     elements, total = unit_elements(move, axes), axes[rule.cut_axis]
+    step = max(1, BLOCK_BYTES // (elements * itemsize))
     if embed == rule.engine_cut_dim:
         share = max(math.ceil(total / PARTS), math.ceil(CHUNK_ELEMENTS / elements))
-        units = _even(total, min(share, max(1, BLOCK_BYTES // (elements * itemsize))))
+        units = _even(total, min(share, step))
     else:
         units = _even(total, max(1, STORED_BYTES // (elements * itemsize)))
-    step = _even(units, max(1, BLOCK_BYTES // (elements * itemsize)))
     inner = [
         1 if group == (LAYER,) else size for group, size in zip(rule.engine_groups, move.engine_shape, strict=True)
     ]
@@ -165,7 +165,7 @@ def tile(move: Move, axes: Axes, itemsize: int) -> Tiling:
         parts = _parts(inner[embed], math.prod(inner))
         inner[embed] //= parts
     shape, dims = move.engine_shape, (rule.engine_cut_dim, rule.engine_layer_dim, embed)
-    return Tiling(shape, tuple(inner), units, step, parts, *dims)
+    return Tiling(shape, tuple(inner), units, _even(units, step), parts, *dims)
 
 
 def _even(total: int, limit: int) -> int:
@@ -196,7 +196,7 @@ def chunk_shape(move: Move, cutting: Cutting) -> tuple[int, ...]:
 def read_chunk_shape(move: Move, chunk: tuple[int, ...]) -> tuple[int, ...]:
     """The inner chunk of a write chunk: split along the embedding axis, as `tile` does."""
     shape = list(chunk)
-    embed = next((i for i, group in enumerate(move.rule.engine_groups) if group == ("embed",)), None)
+    embed = move.rule.engine_embed_dim
     if embed is not None:
         shape[embed] //= _parts(shape[embed], math.prod(shape))
     return tuple(shape)

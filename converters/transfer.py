@@ -31,6 +31,7 @@ from bridge.converters.slabs import (
     cut_stored,
     read_chunk_shape,
     region,
+    tile,
     unit_elements,
 )
 from bridge.errors import CheckpointError
@@ -92,12 +93,15 @@ class Slab:
         return region(self.move, self.layers, self.units)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape on the engine's side."""
+        sides = zip(self.region, self.move.engine_shape, strict=True)
+        return tuple(len(range(*part.indices(size))) for part, size in sides)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the engine's side."""
-        sides = (
-            len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)
-        )
-        return math.prod(sides) * ITEM_BYTES[self.engine_dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.engine_dtype]
 
     def pieces(self) -> Iterator[tuple[str, range, Block, tuple[slice | int, ...]]]:
         """(Hugging Face tensor, units, permutation, place in the slab) of every cache-sized block."""
@@ -109,10 +113,7 @@ class Slab:
 
     def from_hf(self, source: HfSource, progress: Progress = no_progress, finite: bool = False) -> Array:
         """The slab as the engine stores it, bits, computed from the Hugging Face side."""
-        shape = [
-            len(range(*part.indices(size))) for part, size in zip(self.region, self.move.engine_shape, strict=True)
-        ]
-        slab = np.empty(shape, dtype=bits.bits_dtype(self.engine_dtype))
+        slab = np.empty(self.shape, dtype=bits.bits_dtype(self.engine_dtype))
         unit = unit_elements(self.move, axes_of(self.model))
         scale = scale_of(self.move.rule, self.model)
         for name, units, block, place in self.pieces():
@@ -173,7 +174,7 @@ def import_checkpoint(
     targets = _targets(plan, source, dtype)
     with contextlib.ExitStack() as opened:
         if sink.in_place:
-            jobs = in_place.import_jobs(targets, model, source, sink, opened, progress)
+            jobs = _blocks(targets, model, source, sink, opened, progress)
         else:
             jobs = _slabs(targets, model, source, sink, budget, progress)
         run_bounded(jobs, budget.workers)
@@ -185,6 +186,21 @@ def _targets(plan: tuple[Move, ...], source: HfSource, dtype: str) -> Iterator[t
         kinds = [source.headers[name].dtype for name in move.hf]
         target = engine_dtype(move, kinds, dtype)
         yield move, target, max(ITEM_BYTES[target], *(ITEM_BYTES[kind] for kind in kinds))
+
+
+def _blocks(
+    targets: Iterator[tuple[Move, str, int]],
+    model: ModelSpec,
+    source: HfSource,
+    sink: TreeSink,
+    opened: contextlib.ExitStack,
+    progress: Progress,
+) -> Iterator[Callable[[], None]]:
+    """A job for every block of every array, each written in its place."""
+    for move, target, width in targets:
+        writer = sink.lay_out(move.engine, tile(move, axes_of(model), width), target)
+        opened.callback(writer.close)
+        yield from in_place.import_jobs(writer, move, target, model, source, progress)
 
 
 def _slabs(
