@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from bridge.converters.hf_store import HfSink
 from bridge.converters.plan import Tensor, make_plan, table_for
-from bridge.model_spec import ModelSpec, RopeScaling
+from bridge.model_spec import ModelSpec
 
-SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
-FACTS = {"rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-5, "context": 131072, "dtype": "bfloat16"}
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from llama_shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B
+
 SHAPES = {
-    "tiny": ModelSpec(4, 256, 8, 2, 32, 768, 2048, False, **FACTS),
-    "1b": ModelSpec(16, 2048, 32, 8, 64, 8192, 128256, True, **FACTS),
-    "8b": ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, **FACTS),
-    "70b": ModelSpec(80, 8192, 64, 8, 128, 28672, 128256, False, **FACTS),
-    "405b": ModelSpec(126, 16384, 128, 8, 128, 53248, 128256, False, **FACTS),
+    "tiny": replace(LLAMA_8B, layers=4, embed=256, heads=8, kv_heads=2, head_dim=32, mlp=768, vocab=2048),
+    "1b": LLAMA_1B,
+    "8b": LLAMA_8B,
+    "70b": LLAMA_70B,
+    "405b": LLAMA_405B,
 }
 SHARD_BYTES = 5_000_000_000
 PIECE = 16 << 20

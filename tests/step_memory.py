@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from llama_shapes import LLAMA_8B
+
 from bridge.mesh import Mesh
-from bridge.model_spec import ModelSpec, RopeScaling
+from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
-LLAMA_8B = ModelSpec(
-    32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, RopeScaling(8, 1, 4, 8192), 1e-5, 131072, "bfloat16"
-)
 SMALL = replace(
     LLAMA_8B, layers=4, embed=512, heads=8, kv_heads=4, head_dim=64, mlp=1408, vocab=16000, rope_scaling=None
 )

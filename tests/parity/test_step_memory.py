@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Tiny
-from step_memory import LLAMA_8B, ONE, SMALL, Measured, maxtext_step, measured, spec, tunix_step, uncorrected_tunix_step
+from llama_shapes import LLAMA_8B
+from step_memory import ONE, SMALL, Measured, maxtext_step, measured, spec, tunix_step, uncorrected_tunix_step
 from tunix_checkpoints import convert
 
 from bridge import engine_fixes, fixes_memory, memory

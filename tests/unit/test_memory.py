@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoints import run
-from step_memory import LLAMA_8B, ONE, SMALL, spec
+from llama_shapes import LLAMA_8B
+from step_memory import ONE, SMALL, spec
 
 import models
 from bridge import memory, options

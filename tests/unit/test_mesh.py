@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from step_memory import LLAMA_8B, SMALL
+from llama_shapes import LLAMA_3B, LLAMA_8B, LLAMA_70B, LLAMA_405B
+from step_memory import SMALL
 
 from bridge import mesh
 from bridge.errors import SpecError
@@ -13,10 +14,6 @@ from bridge.mesh import Mesh
 from bridge.model_spec import ModelSpec
 from bridge.run_spec import RunSpec
 
-# Sizes as the models' config.json have them.
-LLAMA_70B = replace(LLAMA_8B, layers=80, embed=8192, heads=64, mlp=28672)
-LLAMA_405B = replace(LLAMA_8B, layers=126, embed=16384, heads=128, mlp=53248)
-LLAMA_3B = replace(LLAMA_8B, layers=28, embed=3072, heads=24, mlp=8192, tied=True)
 # embed has 32 as its largest power of two.
 ODD = replace(SMALL, embed=96, heads=8, kv_heads=4, mlp=192, vocab=384)
 

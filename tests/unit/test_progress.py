@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Tiny
+from llama_shapes import LLAMA_8B
 
 from bridge import flops
 from bridge.commands import step_lines
@@ -182,14 +183,13 @@ def test_peaks(kind: str, devices: int, dtype: str, expected: float | None) -> N
 
 def test_flops_of_llama_8b_by_hand() -> None:
     """32 layers of 218,103,808 projection weights and a head of 128,256 x 4,096, on rows of 1,024 tokens."""
-    model = ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, None, 1e-5, 131072, "bfloat16")
     weights = 32 * 218_103_808 + 128_256 * 4096
     attention = 32 * 4096 * 1024 * 2
-    assert flops.a_token(model, parse("model: {source: m}"), 1024, False) == 6 * weights + 3 * attention
+    assert flops.a_token(LLAMA_8B, parse("model: {source: m}"), 1024, False) == 6 * weights + 3 * attention
     dpo = parse("model: {source: m}\ntrain: {method: dpo}")
-    assert flops.a_token(model, dpo, 1024, False) == 8 * weights + 4 * attention
+    assert flops.a_token(LLAMA_8B, dpo, 1024, False) == 8 * weights + 4 * attention
     lora = parse("model: {source: m}\nlora: {rank: 4, targets: [q]}")
-    assert flops.a_token(model, lora, 1024, True) == 4 * weights + 6 * 32 * 4 * 8192 + 3 * attention
+    assert flops.a_token(LLAMA_8B, lora, 1024, True) == 4 * weights + 6 * 32 * 4 * 8192 + 3 * attention
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from llama_shapes import LLAMA_405B
 
 from bridge.converters.layout import axes_of
 from bridge.converters.plan import Move, make_plan, tables
@@ -114,12 +115,8 @@ def test_the_budget_bounds_all_slabs_at_once() -> None:
 
 def test_memory_does_not_depend_on_the_model() -> None:
     """An embedding of Llama 3.1 405B (4.2 GB), and its stacked MLP (109 GB), in slabs of 64 MiB."""
-    big = ModelSpec(
-        **{**MODEL.__dict__, "layers": 126, "embed": 16384, "heads": 128, "kv_heads": 8, "head_dim": 128}
-        | {"mlp": 53248, "vocab": 128256}
-    )
-    axes = axes_of(big)
-    for move in make_plan(tables()["llama", "maxtext"], big):
+    axes = axes_of(LLAMA_405B)
+    for move in make_plan(tables()["llama", "maxtext"], LLAMA_405B):
         cutting = cut(move, axes, 2, 64 << 20)
         slab = math.prod(chunk_shape(move, cutting)) * 2
         assert slab <= 64 << 20

@@ -6,21 +6,15 @@ import math
 
 import numpy as np
 import pytest
+from llama_shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 from bridge.converters.layout import axes_of
 from bridge.converters.plan import make_plan, tables
 from bridge.converters.slabs import cut_stored, unit_elements
 from bridge.converters.transfer import Budget
 from bridge.launchers import stored_chunks
-from bridge.model_spec import ModelSpec
 
-FACTS = {"rope_theta": 5e5, "rope_scaling": None, "norm_eps": 1e-5, "context": 64, "dtype": "bfloat16"}
-MODELS = {
-    "1b": ModelSpec(16, 2048, 32, 8, 64, 8192, 128256, True, **FACTS),
-    "8b": ModelSpec(32, 4096, 32, 8, 128, 14336, 128256, False, **FACTS),
-    "70b": ModelSpec(80, 8192, 64, 8, 128, 28672, 128256, False, **FACTS),
-    "405b": ModelSpec(126, 16384, 128, 8, 128, 53248, 128256, False, **FACTS),
-}
+MODELS = {"1b": LLAMA_1B, "8b": LLAMA_8B, "70b": LLAMA_70B, "405b": LLAMA_405B}
 
 
 @pytest.mark.parametrize("devices", [1, 8, 64])
@@ -55,7 +49,7 @@ def test_other_arrays_are_stored_as_before(monkeypatch: pytest.MonkeyPatch) -> N
 
     theirs = subchunking.choose_chunk_shape
     monkeypatch.setattr(subchunking, "choose_chunk_shape", theirs)
-    stored_chunks.install(MODELS["8b"], scanned=True)
+    stored_chunks.install(LLAMA_8B, scanned=True)
     kind = np.dtype("float32")
     for shape in ((4096, 16), (7,), (4096, 32, 8, 16)):
         assert subchunking.choose_chunk_shape(shape, shape, kind, None) == shape
