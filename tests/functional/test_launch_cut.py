@@ -7,12 +7,14 @@ other and with the launcher.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -65,6 +67,22 @@ def ip(*arguments: str, space: str | None = None) -> None:
     subprocess.run(["ip", *inside, *arguments], check=True, capture_output=True, text=True)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """No other run of these tests beside this one, as both would use the same names; nothing of a killed one left."""
+    with Path(tempfile.gettempdir(), "bridge-test-network.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, _ in HOSTS.values():
+            if Path("/var/run/netns", name).exists():
+                end_all(name)
+                ip("netns", "del", name)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+        present = {each["ifname"] for each in json.loads(subprocess.check_output(["ip", "-json", "link"]))}
+        for name in present & {SWITCH, *(name for name, _ in HOSTS.values())}:
+            ip("link", "del", name)
+        yield
+
+
 def end_all(space: str) -> None:
     """End what is left in a namespace: sshd waits long for the other end of a connection that was cut."""
     done = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
@@ -82,6 +100,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     if system.find("ip") is None or system.find("unshare") is None:
         pytest.skip("needs iproute2 and unshare")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(alone())
         try:
             ip("link", "add", SWITCH, "type", "bridge")
             stack.callback(ip, "link", "del", SWITCH)
