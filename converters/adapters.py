@@ -22,7 +22,8 @@ from bridge.converters.adapter_layout import ITEMS, RANK, TRAINER_STATE, FactorA
 from bridge.converters.bits import Array, bits_dtype, export_block, import_block, numpy_dtype
 from bridge.converters.hf_store import SINGLE, HfSink, inside
 from bridge.converters.layout import Axes, Block, axes_of
-from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
+from bridge.converters.orbax_source import Leaf, TreeSource
+from bridge.converters.orbax_store import TreeSink
 from bridge.converters.peft_store import WEIGHTS, PeftSource, check_tensors, read_facts, with_recorded, write_config
 from bridge.converters.plan import ITEM_BYTES, Tensor
 from bridge.errors import CheckpointError
@@ -77,13 +78,13 @@ class AdapterSource:
     def layers(self, array: FactorArray) -> Iterator[tuple[int, Array]]:
         """Every layer of an array in the engine's order, as bits; few layers of a stacked array are held at once."""
         leaf = self.leaf(array)
-        stored = self._source.open(leaf.path)
         dim = array.factor.layer_dim
+        stored = self._source.open(leaf.path, dim)
         for group in _groups(leaf, array):
             part = [slice(None)] * len(array.shape)
             if dim is not None:
                 part[dim] = slice(group[0], group[-1] + 1)
-            values = np.asarray(stored[tuple(part)].read().result()).view(bits_dtype(leaf.tensor.dtype))
+            values = np.asarray(self._source.read(stored, tuple(part), leaf.path)).view(bits_dtype(leaf.tensor.dtype))
             for index, layer in enumerate(group):
                 one = values if dim is None else values.take(index, axis=dim)
                 yield layer, np.ascontiguousarray(one)

@@ -11,7 +11,7 @@ import numpy as np
 from bridge.converters import bits, plan
 from bridge.converters.hf_store import HfSource
 from bridge.converters.layout import Table
-from bridge.converters.orbax_store import TreeSource
+from bridge.converters.orbax_source import TreeSource
 from bridge.converters.plan import Move
 from bridge.converters.pool import Progress, no_progress, run_bounded
 from bridge.converters.transfer import Budget, Slab, stored_slabs
@@ -132,7 +132,8 @@ def _each_slab(
 
     def job(move: Move, slab: Slab) -> None:
         with room.hold(slab.nbytes):
-            visit(slab, np.asarray(tree.read(tree.open(move.engine), slab.region, move.engine)))
+            array = tree.open(move.engine, move.rule.engine_layer_dim)
+            visit(slab, np.asarray(tree.read(array, slab.region, move.engine)))
 
     jobs: list[Callable[[], None]] = []
     for move in moves:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bridge.converters import bits
 from bridge.converters.hf_store import PIECE, HfSource
 from bridge.converters.layout import axes_of, scale_of
-from bridge.converters.orbax_store import TreeSource
+from bridge.converters.orbax_source import TreeSource
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
 from bridge.converters.pool import Progress, no_progress, run_bounded
 from bridge.converters.slabs import Cutting, unit_elements
@@ -125,7 +125,8 @@ class EngineSide:
     def pieces(self, slab: Slab) -> Iterator[tuple[str, int, Values]]:
         """(tensor, first element, stored values in Hugging Face's order) of every block of a slab."""
         move, dtype = slab.move, self.tree.leaves[slab.move.engine].tensor.dtype
-        stored = np.asarray(self.tree.read(self.tree.open(move.engine), slab.region, move.engine))
+        array = self.tree.open(move.engine, move.rule.engine_layer_dim)
+        stored = np.asarray(self.tree.read(array, slab.region, move.engine))
         stored = stored.view(bits.bits_dtype(dtype))
         unit = unit_elements(move, axes_of(self.model))
         for name, units, block, place in slab.pieces():

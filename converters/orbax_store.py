@@ -1,4 +1,4 @@
-"""Orbax checkpoints, array by array and piece by piece, in Orbax's own format (zarr3, one key prefix a leaf).
+"""Orbax checkpoints written array by array and piece by piece, in Orbax's own format (zarr3, one key prefix a leaf).
 
 Orbax itself copies every leaf before it writes it. So the arrays, and the few metadata files beside them, are written
 here: uncompressed ones in place (`shard_store`), one file an array; compressed ones through TensorStore into an OCDBT
@@ -15,21 +15,17 @@ import contextlib
 import errno
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.converters.plan import ITEM_BYTES, Tensor
+from bridge.converters.plan import ITEM_BYTES
 from bridge.converters.shard_store import Shard, ShardWriter
 from bridge.converters.slabs import Tiling
-from bridge.errors import CheckpointError
-from bridge.model_spec import read_json
 from bridge.places import BucketPath, kvstore
 
 Compression = Literal["none", "zstd:1", "zstd:3"]
@@ -37,10 +33,6 @@ Path_ = tuple[str, ...]
 
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 TREE, STEP = "_METADATA", "_CHECKPOINT_METADATA"
-UNFINISHED = ".orbax-checkpoint-tmp"
-# What TensorStore raises for what it finds in files.
-FAULTS = (ValueError, IndexError, NotImplementedError, OSError, RuntimeError)
-DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
 Region = tuple[slice, ...]
 
 
@@ -89,7 +81,7 @@ class TreeSink:
         }
         spec = {
             "driver": "zarr3",
-            "kvstore": _leaf_kvstore(self.folder, ".".join(path), self._ocdbt),
+            "kvstore": leaf_kvstore(self.folder, ".".join(path), self._ocdbt),
             "metadata": {
                 "shape": list(shape),
                 "data_type": dtype,
@@ -148,142 +140,11 @@ class TreeSink:
             (folder / "commit_success.txt").write_text("Checkpoint commit was successful.\n")
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One array of a stored tree: what it is and how TensorStore opens it."""
-
-    path: Path_
-    tensor: Tensor
-    spec: dict[str, Any]
-    chunk: tuple[int, ...]
-    """What is decoded at once."""
-
-
-class TreeSource:
-    """The tree of one checkpoint item written by bridge, by Orbax, or by an engine."""
-
-    def __init__(self, folder: Path, cache_bytes: int = 0, only: frozenset[Path_] | None = None) -> None:
-        self.folder = folder
-        self._context = context(cache_bytes)
-        self.leaves = _open_leaves(folder, self._context, only)
-
-    @property
-    def headers(self) -> dict[Path_, Tensor]:
-        """Shape and dtype of every array."""
-        return {path: leaf.tensor for path, leaf in self.leaves.items()}
-
-    def open(self, path: Path_) -> Any:
-        """The array, open for reading.
-
-        Raises:
-            CheckpointError: it cannot be opened.
-        """
-        return _open(self.leaves[path].spec, self._context, self.folder, path)
-
-    def read(self, array: Any, region: Region, path: Path_) -> NDArray[Any]:
-        """The values of a region of an array that `open` gave.
-
-        Raises:
-            CheckpointError: its files are missing, truncated or damaged.
-        """
-        try:
-            values: NDArray[Any] = array[region].read().result()
-        except FAULTS as error:
-            name = ".".join(path)
-            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_reason(error)}", hint=DAMAGED) from error
-        return values
-
-
-def tree_paths(folder: Path) -> list[Path_]:
-    """The paths of every array in a tree, by its metadata alone. Empty nodes are left out.
-
-    Raises:
-        CheckpointError: no metadata, damaged metadata, or a write that was never finished.
-    """
-    return [path for path, _ in _entries(folder)]
-
-
-def _entries(folder: Path) -> list[tuple[Path_, dict[str, Any]]]:
-    if any(UNFINISHED in part for part in folder.parts):
-        raise CheckpointError(f"{folder} was never finished: the run or the conversion that wrote it was stopped")
-    metadata = read_json(folder / TREE)
-    entries = metadata.get("tree_metadata")
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{folder / TREE} has no tree_metadata")
-    found = []
-    names: set[str] = set()
-    for name, entry in entries.items():
-        try:
-            path = tuple(str(part["key"]) for part in entry["key_metadata"])
-            kind = entry["value_metadata"]["value_type"]
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(f"{folder / TREE}: the entry {name} is damaged") from error
-        joined = ".".join(path)
-        if re.search(r"[/\\\0]", joined) or ".." in path:
-            raise CheckpointError(f"{folder / TREE}: the entry {name} leaves the folder")
-        if joined in names:
-            raise CheckpointError(f"{folder / TREE}: {joined} is there twice")
-        names.add(joined)
-        if kind not in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState") and path:
-            found.append((path, metadata))
-    if not found:
-        raise CheckpointError(f"{folder} holds no arrays")
-    return found
-
-
-def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -> dict[Path_, Leaf]:
-    leaves: dict[Path_, Leaf] = {}
-    missing = []
-    for path, metadata in _entries(folder):
-        if only is not None and path not in only:
-            continue
-        spec = _leaf_spec(folder, ".".join(path), metadata)
-        try:
-            array = _open(spec, ts_context, folder, path)
-        except CheckpointError as error:
-            missing.append(error.message)
-            continue
-        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
-        written = tuple(array.chunk_layout.write_chunk.shape or ())
-        if any(
-            part > max(size, 1) or whole >= max(size, 1) + part
-            for part, whole, size in zip(chunk, written, array.shape, strict=False)
-        ):
-            missing.append(f"{'.'.join(path)} is stored in chunks of {written}, larger than its shape {array.shape}")
-            continue
-        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing, hint=DAMAGED
-        )
-    return leaves
-
-
-def _leaf_spec(folder: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
-    # A chunk that is not there reads as zeros by default: right only where zeros were left out when it was written.
-    spec["fill_missing_data_reads"] = metadata.get("store_array_data_equal_to_fill_value") is not True
-    return {**spec, "kvstore": _leaf_kvstore(folder, name, (folder / "manifest.ocdbt").exists())}
-
-
-def _leaf_kvstore(folder: Path, name: str, ocdbt: bool) -> dict[str, Any]:
+def leaf_kvstore(folder: Path, name: str, ocdbt: bool) -> dict[str, Any]:
+    """Where the chunks of an array lie, as TensorStore is told of it."""
     if ocdbt:
         return {"driver": "ocdbt", "base": kvstore(folder), "path": f"{name}/"}
     return kvstore(folder / name)
-
-
-def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> Any:
-    import tensorstore as ts
-
-    try:
-        return ts.open(spec, open=True, create=False, context=ts_context).result()
-    except FAULTS as error:
-        raise CheckpointError(f"{folder}: {'.'.join(path)} cannot be opened: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """TensorStore's text without the places in its own sources."""
-    return str(error).split("[source", 1)[0].strip()[:300]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Blocks read from where `shard_store` wrote them: one contiguous read, checked, and permuted as it lies.
 
-Only arrays of that layout; all others, and all checks, go through TensorStore (`orbax_store`), which decodes the same
+Only arrays of that layout; all others, and all checks, go through TensorStore (`orbax_source`), which decodes the same
 files at twice the processor time.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.layout import Axes
-from bridge.converters.orbax_store import DAMAGED
+from bridge.converters.orbax_source import DAMAGED
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
 from bridge.converters.ranges import read_all
 from bridge.converters.shard_store import CHECKSUM_BYTES, checksum

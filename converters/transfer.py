@@ -20,7 +20,8 @@ from bridge.converters import bits, in_place
 from bridge.converters.bits import Array
 from bridge.converters.hf_store import HfSink, HfSource
 from bridge.converters.layout import Block, axes_of, scale_of
-from bridge.converters.orbax_store import Leaf, TreeSink, TreeSource
+from bridge.converters.orbax_source import Leaf, TreeSource
+from bridge.converters.orbax_store import TreeSink
 from bridge.converters.plan import ITEM_BYTES, Move
 from bridge.converters.pool import Progress, Room, no_progress, run_bounded
 from bridge.converters.shard_reader import open_shard
@@ -56,6 +57,11 @@ class Budget:
     def slab_bytes(self) -> int:
         """Bytes of one slab on its larger side."""
         return max(1 << 20, (self.memory - BASE_BYTES) // (COPIES * self.workers))
+
+    @property
+    def whole_bytes(self) -> int:
+        """The largest stored chunk that is decoded whole: one at a time, see `room`."""
+        return max(16 << 20, (self.memory - BASE_BYTES) // COPIES)
 
     def room(self) -> Room:
         """For the slabs of one transfer: those that a stored chunk makes too large are moved one at a time."""
@@ -143,11 +149,13 @@ def slabs_of(move: Move, model: ModelSpec, engine_dtype: str, cutting: Cutting) 
 
 def stored_slabs(move: Move, model: ModelSpec, leaf: Leaf, kinds: Iterable[str], budget: Budget) -> Iterator[Slab]:
     """Every slab of a stored array, widened to what is decoded at once of it."""
-    layer_dim = move.rule.engine_layer_dim
+    layer_dim, axes = move.rule.engine_layer_dim, axes_of(model)
     width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[kind] for kind in kinds))
     layer_chunk = max(1, leaf.chunk[layer_dim]) if layer_dim is not None else 1
     unit_chunk = max(1, leaf.chunk[move.rule.engine_cut_dim])
-    cutting = cut_stored(move, axes_of(model), width, budget.slab_bytes, layer_chunk, unit_chunk)
+    if leaf.encoding is not None:  # the longer what lies together, the fewer reads
+        unit_chunk = max(1, budget.slab_bytes // (unit_elements(move, axes) * width))
+    cutting = cut_stored(move, axes, width, budget.slab_bytes, layer_chunk, unit_chunk)
     return slabs_of(move, model, leaf.tensor.dtype, cutting)
 
 
@@ -239,7 +247,7 @@ def export_checkpoint(
         plan: checked against `source`.
         model: gives the axes.
         source, sink: open.
-        budget: bounds the memory; a stored chunk larger than a slab is decoded whole.
+        budget: bounds the memory; a stored chunk larger than a slab is decoded whole, or unpacked by `source`.
         progress: called with target bytes.
     """
     kinds = {name: stored.tensor.dtype for name, stored in sink.stored.items()}
@@ -261,7 +269,7 @@ def export_checkpoint(
             if reader is not None:
                 yield from in_place.export_jobs(reader, move, leaf.tensor.dtype, model, sink, progress)
                 continue
-            array = source.open(move.engine)
+            array = source.open(move.engine, move.rule.engine_layer_dim)
             for slab in stored_slabs(move, model, leaf, [kinds[name] for name in move.hf], budget):
                 yield functools.partial(write, array, slab)
 

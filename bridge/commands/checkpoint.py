@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge import sidecar
+from bridge import places, sidecar
 from bridge.commands.workspace import Chosen, Workspace, at_hand, find_checkpoint
 from bridge.errors import CheckpointError
 from bridge.model_spec import ModelSpec
@@ -14,7 +15,7 @@ from bridge.model_spec import ModelSpec
 if TYPE_CHECKING:
     from bridge.converters.engine_tree import EngineTree
     from bridge.converters.layout import Table
-    from bridge.converters.orbax_store import TreeSource
+    from bridge.converters.orbax_source import TreeSource
     from bridge.converters.plan import Move
 
 
@@ -53,17 +54,25 @@ class Checkpoint:
 
         return make_plan(self.table, self.model, self.tree.scanned or self.engine != "maxtext")
 
-    def open(self) -> TreeSource:
+    def open(self, cache_bytes: int = 0, memory: int = 1 << 30) -> TreeSource:
         """Its weights, compared with the plan by name and shape.
+
+        Args:
+            cache_bytes: decoded chunks that are kept.
+            memory: what is to be held at most; a chunk that takes more is unpacked first.
 
         Raises:
             CheckpointError: a leaf is missing, unexpected or of another shape.
         """
         from bridge.converters.engine_tree import open_weights
         from bridge.converters.plan import check_engine
+        from bridge.converters.transfer import Budget
 
-        source = open_weights(self.chosen.item, self.tree, self.table)
+        source = open_weights(self.chosen.item, self.tree, self.table, cache_bytes, Budget(memory).whole_bytes)
         check_engine(self.plan, source.headers, str(self.chosen.item))
+        beside = places.scratch(self.chosen.home)
+        if beside is not None and os.access(beside, os.W_OK):
+            source.scratch = beside
         return source
 
 

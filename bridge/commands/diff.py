@@ -87,9 +87,7 @@ def open_side(path: Path, base: Path | None, spec: Path | None) -> Iterator[Open
         UnsupportedError: it holds adapters, no whole weights.
     """
     from bridge.converters import difference
-    from bridge.converters.engine_tree import open_weights
     from bridge.converters.hf_store import HfSource
-    from bridge.converters.plan import check_engine
 
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -108,8 +106,7 @@ def open_side(path: Path, base: Path | None, spec: Path | None) -> Iterator[Open
             hint="bridge export --to hf merges them; compare that folder",
         )
     common.say(f"{path}: {found.chosen.reason}")
-    tree = open_weights(found.chosen.item, found.tree, found.table, difference.CACHE_BYTES)
-    check_engine(found.plan, tree.headers, str(found.chosen.item))
+    tree = found.open(difference.CACHE_BYTES)
     yield Opened(found.engine, difference.EngineSide(tree, found.plan, found.model))
 
 

@@ -188,13 +188,21 @@ def write(
     from bridge.converters.transfer import Budget, export_checkpoint
     from bridge.outputs import new_folder
 
-    source = found.open()
+    source = found.open(memory=memory)
     if not (found.hf / "config.json").is_file():
         raise CheckpointError(f"{found.hf} has no config.json", hint="--base DIR names the Hugging Face folder")
     warn_if_endless(found.hf)
+    if source.scratch_bytes:
+        common.say(
+            f"stored in chunks too large for {common.gigabytes(memory)} of memory (--memory): unpacked first, up to "
+            f"{common.gigabytes(source.scratch_bytes)} on the disk at a time"
+        )
     total = sum(tensor.bytes for tensor in tensors.values())
     reads = [found.chosen.item, found.hf]
-    with new_folder(final, overwrite=overwrite, needs_bytes=total, reads=reads) as folder:
+    needed = total + source.scratch_bytes
+    with new_folder(final, overwrite=overwrite, needs_bytes=needed, reads=reads) as folder:
+        if not isinstance(folder, places.BucketPath):
+            source.scratch = folder.parent
         with HfSink(folder, tensors, shard_bytes) as sink, common.progress("export to hf", total) as progress:
             export_checkpoint(found.plan, found.model, source, sink, Budget(memory), progress)
         names = sidecar.copy_side_files(found.hf, folder)

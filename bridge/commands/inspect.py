@@ -69,7 +69,7 @@ def peft_facts(folder: Path) -> dict[str, Any]:
 def engine_facts(path: Path) -> dict[str, Any]:
     """An engine checkpoint."""
     from bridge.converters.engine_tree import recognise
-    from bridge.converters.orbax_store import TreeSource
+    from bridge.converters.orbax_source import TreeSource
 
     common.on_cpu()
     chosen = find_checkpoint(None, path, None, None)

@@ -25,7 +25,7 @@ from bridge.errors import BridgeError, CheckpointError, SpecError, printable
 from bridge.model_spec import ModelSpec, read_json
 
 NAMES = ["safetensors", "index", "config", "tokenizer", "tokenizer_config", "generation", "adapter"]
-NAMES += ["adapter_weights", "sidecar", "metadata", "spec"]
+NAMES += ["adapter_weights", "sidecar", "metadata", "array", "spec"]
 EXAMPLES = int(os.environ.get("BRIDGE_EXAMPLES", "40"))
 BOUNDED = settings(
     max_examples=EXAMPLES,

@@ -30,7 +30,8 @@ import oracles
 from bridge import sidecar
 from bridge.converters import check, slabs, transfer
 from bridge.converters.hf_store import HfSource
-from bridge.converters.orbax_store import TreeSink, TreeSource
+from bridge.converters.orbax_source import TreeSource
+from bridge.converters.orbax_store import TreeSink
 from bridge.converters.plan import make_plan, table_for
 from bridge.errors import BridgeError, CheckpointError
 from bridge.model_spec import ModelSpec

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import oracles
 from bridge import engine_fixes, sidecar
-from bridge.converters.orbax_store import TreeSource
+from bridge.converters.orbax_source import TreeSource
 from bridge.converters.parity.compare import FLOOR
 from bridge.errors import CheckpointError
 

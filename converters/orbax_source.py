@@ -1,0 +1,226 @@
+"""Orbax checkpoints read array by array and piece by piece, whoever wrote them: bridge, Orbax itself, or an engine.
+
+Arrays whose chunks are too large to be decoded whole are unpacked first (`unpacked`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from bridge.converters.chunk_streams import Encoding, encoding_of
+from bridge.converters.orbax_store import TREE, Path_, Region, context, leaf_kvstore
+from bridge.converters.plan import ITEM_BYTES, Tensor
+from bridge.converters.unpacked import Unpacked
+from bridge.errors import CheckpointError
+from bridge.model_spec import read_json
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+# What TensorStore raises for what it finds in files.
+FAULTS = (ValueError, IndexError, NotImplementedError, OSError, RuntimeError)
+DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
+WHOLE_BYTES = 192 << 20
+"""Of the largest chunk that is decoded whole; a reader holds it some four times."""
+KEPT = 2
+"""Arrays that stay unpacked: neighbours are read side by side where one ends and the other begins."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a stored tree: what it is and how TensorStore opens it."""
+
+    path: Path_
+    tensor: Tensor
+    spec: dict[str, Any]
+    chunk: tuple[int, ...]
+    """What is decoded at once: single values of an array that is unpacked first."""
+    encoding: Encoding | None = None
+    """Of an array that is unpacked first."""
+
+
+class TreeSource:
+    """The tree of one checkpoint item written by bridge, by Orbax, or by an engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        cache_bytes: int = 0,
+        only: frozenset[Path_] | None = None,
+        whole_bytes: int = WHOLE_BYTES,
+    ) -> None:
+        """Open every array; no value is read.
+
+        Args:
+            folder: of the tree.
+            cache_bytes: decoded chunks that are kept.
+            only: the arrays that are meant.
+            whole_bytes: larger chunks are not decoded whole, but unpacked into a temporary file.
+
+        Raises:
+            CheckpointError: an array is missing, or its metadata are damaged.
+        """
+        self.folder = folder
+        self.scratch = Path(tempfile.gettempdir())
+        """Where chunks are unpacked."""
+        self._context = context(cache_bytes)
+        self._unpacked: dict[Path_, Unpacked] = {}
+        self._unpacking = threading.Lock()
+        self.leaves = _open_leaves(folder, self._context, only, whole_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is unpacked at a time, at most."""
+        sizes = (leaf.encoding.nbytes(ITEM_BYTES[leaf.tensor.dtype]) for leaf in self.leaves.values() if leaf.encoding)
+        return sum(sorted(sizes)[-KEPT:])
+
+    @property
+    def headers(self) -> dict[Path_, Tensor]:
+        """Shape and dtype of every array."""
+        return {path: leaf.tensor for path, leaf in self.leaves.items()}
+
+    def open(self, path: Path_, major: int | None = None) -> Any:
+        """The array, open for reading with `read`; from any thread.
+
+        Args:
+            path: of the array.
+            major: the dimension of the layers, that an unpacked array is best read by.
+
+        Raises:
+            CheckpointError: it cannot be opened, or unpacked.
+        """
+        leaf = self.leaves[path]
+        if leaf.encoding is None:
+            return _open(leaf.spec, self._context, self.folder, path)
+        with self._unpacking:
+            found = self._unpacked.pop(path, None) or self._unpack(leaf, leaf.encoding, path, major)
+            self._unpacked[path] = found  # the latest at the end
+            for earlier in list(self._unpacked)[:-KEPT]:
+                del self._unpacked[earlier]
+        return found
+
+    def read(self, array: Any, region: Region, path: Path_) -> NDArray[Any]:
+        """The values of a region of an array that `open` gave.
+
+        Raises:
+            CheckpointError: its files are missing, truncated or damaged.
+        """
+        try:
+            values: NDArray[Any]
+            values = array.read(region) if isinstance(array, Unpacked) else array[region].read().result()
+        except FAULTS as error:
+            raise self._unreadable(path, error) from error
+        return values
+
+    def _unpack(self, leaf: Leaf, encoding: Encoding, path: Path_, major: int | None) -> Unpacked:
+        needed, free = encoding.nbytes(ITEM_BYTES[leaf.tensor.dtype]), shutil.disk_usage(self.scratch).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.folder}: {'.'.join(path)} is stored in chunks too large to be held, which are unpacked in "
+                f"{self.scratch}: that needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
+                hint="make room there, or export with a larger --memory: what fits is decoded in memory",
+            )
+        array = _open(leaf.spec, self._context, self.folder, path)
+        try:
+            return Unpacked(array, encoding, self.scratch, major)
+        except FAULTS as error:
+            raise self._unreadable(path, error) from error
+
+    def _unreadable(self, path: Path_, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: {'.'.join(path)} cannot be read: {_reason(error)}", hint=DAMAGED)
+
+
+def tree_paths(folder: Path) -> list[Path_]:
+    """The paths of every array in a tree, by its metadata alone. Empty nodes are left out.
+
+    Raises:
+        CheckpointError: no metadata, damaged metadata, or a write that was never finished.
+    """
+    return [path for path, _ in _entries(folder)]
+
+
+def _entries(folder: Path) -> list[tuple[Path_, dict[str, Any]]]:
+    if any(UNFINISHED in part for part in folder.parts):
+        raise CheckpointError(f"{folder} was never finished: the run or the conversion that wrote it was stopped")
+    metadata = read_json(folder / TREE)
+    entries = metadata.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / TREE} has no tree_metadata")
+    found = []
+    names: set[str] = set()
+    for name, entry in entries.items():
+        try:
+            path = tuple(str(part["key"]) for part in entry["key_metadata"])
+            kind = entry["value_metadata"]["value_type"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"{folder / TREE}: the entry {name} is damaged") from error
+        joined = ".".join(path)
+        if re.search(r"[/\\\0]", joined) or ".." in path:
+            raise CheckpointError(f"{folder / TREE}: the entry {name} leaves the folder")
+        if joined in names:
+            raise CheckpointError(f"{folder / TREE}: {joined} is there twice")
+        names.add(joined)
+        if kind not in ("Dict", "List", "Tuple", "None", "NamedTuple", "EmptyState") and path:
+            found.append((path, metadata))
+    if not found:
+        raise CheckpointError(f"{folder} holds no arrays")
+    return found
+
+
+def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None, whole_bytes: int) -> dict[Path_, Leaf]:
+    leaves: dict[Path_, Leaf] = {}
+    missing = []
+    for path, metadata in _entries(folder):
+        if only is not None and path not in only:
+            continue
+        spec = _leaf_spec(folder, ".".join(path), metadata)
+        try:
+            array = _open(spec, ts_context, folder, path)
+        except CheckpointError as error:
+            missing.append(error.message)
+            continue
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        written = tuple(array.chunk_layout.write_chunk.shape or ())
+        if any(
+            part > max(size, 1) or whole >= max(size, 1) + part
+            for part, whole, size in zip(chunk, written, array.shape, strict=False)
+        ):
+            missing.append(f"{'.'.join(path)} is stored in chunks of {written}, larger than its shape {array.shape}")
+            continue
+        large = math.prod(chunk) * array.dtype.numpy_dtype.itemsize > whole_bytes
+        encoding = encoding_of(array) if large and array.dtype.name in ITEM_BYTES else None
+        decoded = (1,) * len(chunk) if encoding else chunk
+        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, decoded, encoding)
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing, hint=DAMAGED
+        )
+    return leaves
+
+
+def _leaf_spec(folder: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
+    # A chunk that is not there reads as zeros by default: right only where zeros were left out when it was written.
+    spec["fill_missing_data_reads"] = metadata.get("store_array_data_equal_to_fill_value") is not True
+    return {**spec, "kvstore": leaf_kvstore(folder, name, (folder / "manifest.ocdbt").exists())}
+
+
+def _open(spec: dict[str, Any], ts_context: Any, folder: Path, path: Path_) -> Any:
+    import tensorstore as ts
+
+    try:
+        return ts.open(spec, open=True, create=False, context=ts_context).result()
+    except FAULTS as error:
+        raise CheckpointError(f"{folder}: {'.'.join(path)} cannot be opened: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """TensorStore's text without the places in its own sources."""
+    return str(error).split("[source", 1)[0].strip()[:300]

@@ -1,0 +1,137 @@
+"""Checkpoints stored in chunks too large to be decoded whole, as engines store them by themselves, by every command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import export, folders_differ, run, save
+from conftest import Tiny
+
+import oracles
+from bridge.converters import difference, orbax_source, transfer
+from bridge.converters.pool import run_bounded
+from bridge.errors import BridgeError, CheckpointError
+
+STORES = [(True, True), (True, False), (False, False)]  # zarr3 and zarr2 in OCDBT, zarr2 in plain files
+GATE = "params.params.decoder.layers.mlp.wi_0.kernel"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, int | None]]]:
+    """Where, and by which dimension first, each array was unpacked."""
+    seen: list[tuple[Path, int | None]] = []
+
+    class Seen(orbax_source.Unpacked):
+        def __init__(self, array: object, encoding: object, scratch: Path, major: int | None) -> None:
+            seen.append((scratch, major))
+            super().__init__(array, encoding, scratch, major)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(orbax_source, "Unpacked", Seen)
+    return seen
+
+
+@pytest.fixture
+def nothing_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no chunk fitted into memory."""
+    monkeypatch.setattr(transfer.Budget, "whole_bytes", property(lambda _: 0))
+
+
+@pytest.mark.usefixtures("nothing_whole")
+@pytest.mark.parametrize(("ocdbt", "zarr3"), STORES)
+@pytest.mark.parametrize("form", ["scanned", "unscanned", "tunix"])
+def test_an_export_is_the_source(
+    form: str,
+    ocdbt: bool,
+    zarr3: bool,
+    tiny: Tiny,
+    tmp_path: Path,
+    made: list[tuple[Path, int | None]],
+) -> None:
+    source = tiny("head_dim_96", edge_values=True)
+    files = oracles.read_hf(source)
+    tree = oracles.tunix_tree(*files) if form == "tunix" else oracles.maxtext_tree(*files, scanned=form == "scanned")
+    name = "model_params" if form == "tunix" else "items"
+    save(tmp_path / "ckpt" / "7", name, tree, ocdbt=ocdbt, zarr3=zarr3)
+    (tmp_path / "out").mkdir()
+    result = run("export", tmp_path / "ckpt", "--to", "hf", "--out", tmp_path / "out" / "hf", "--base", source)
+    assert "unpacked first" in result.stderr
+    assert len(made) == len(tree)  # each array once
+    assert {scratch for scratch, _ in made} == {tmp_path / "out"}
+    assert {major for _, major in made} == ({None, 1} if form == "scanned" else {None})
+    assert folders_differ(source, tmp_path / "out" / "hf") == []
+    assert os.listdir(tmp_path / "out") == ["hf"]
+
+
+def test_with_enough_memory_nothing_is_unpacked(
+    tiny: Tiny, tmp_path: Path, made: list[tuple[Path, int | None]]
+) -> None:
+    source = tiny("head_dim_96")
+    save(tmp_path / "ckpt" / "7", "items", oracles.maxtext_tree(*oracles.read_hf(source), scanned=True))
+    assert folders_differ(source, export(tmp_path / "ckpt", tmp_path / "hf", "--base", source)) == []
+    assert made == []
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_comparisons_unpack_as_well(
+    broken: bool, tiny: Tiny, tmp_path: Path, made: list[tuple[Path, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`diff` against a folder and against Tunix's layout, each large array unpacked once; one changed value shows."""
+    monkeypatch.setattr(transfer.Budget, "whole_bytes", property(lambda _: 20_000))
+    monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 4000))
+    # One after another: arrays as small as these have too few pieces to keep many threads at neighbours.
+    monkeypatch.setattr(difference, "run_bounded", lambda jobs, _: run_bounded(jobs, 1))
+    source = tiny("head_dim_96")
+    files = oracles.read_hf(source)
+    tree = oracles.maxtext_tree(*files, scanned=True)
+    if broken:
+        tree[GATE][3, 1, 5] += 1
+    save(tmp_path / "maxtext" / "7", "items", tree)
+    save(tmp_path / "tunix" / "3", "model_params", oracles.tunix_tree(*files), zarr3=False)
+    ours, theirs = (
+        sum(array.nbytes > 20_000 for array in each.values()) for each in (tree, oracles.tunix_tree(*files))
+    )
+    assert 0 < ours < len(tree)
+    assert theirs > 0
+    for other, arrays in ((source, ours), (tmp_path / "tunix", ours + theirs)):
+        made.clear()
+        result = run("diff", tmp_path / "maxtext", other, "--base", source)
+        assert result.code == int(broken), result.stdout
+        assert ("model.layers.1.mlp.gate_proj.weight" in result.stdout) == broken
+        assert len(made) == arrays
+        assert {scratch.name for scratch, _ in made} <= {"maxtext", "tunix", "7", "3"}
+
+
+@pytest.mark.usefixtures("nothing_whole")
+def test_damage_is_named_and_nothing_stays(tiny: Tiny, tmp_path: Path) -> None:
+    source = tiny("head_dim_96")
+    tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
+    item = save(tmp_path / "ckpt" / "7", "items", tree, ocdbt=False, zarr3=False)
+    chunk = item / GATE / "0.0.0"
+    os.truncate(chunk, chunk.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="cannot be read") as found:
+        export(tmp_path / "ckpt", tmp_path / "out" / "hf", "--base", source)
+    assert GATE in str(found.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("nothing_whole")
+def test_room_is_asked_for_before_anything_is_written(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny("head_dim_96")
+    tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
+    save(tmp_path / "ckpt" / "7", "items", tree)
+    largest = sum(sorted(array.nbytes for array in tree.values())[-2:])
+    total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    usage = shutil.disk_usage(tmp_path)._replace(free=total + largest // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(BridgeError, match=r"needs .* GB, its disk has"):
+        export(tmp_path / "ckpt", tmp_path / "hf", "--base", source)
+    assert not (tmp_path / "hf").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(CheckpointError, match=r"unpacked in .*: that needs .* GB are free"):
+        run("diff", tmp_path / "ckpt", source, "--base", source)
