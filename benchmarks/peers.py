@@ -123,6 +123,8 @@ def run(source: Path, folder: Path) -> dict[str, Cost]:
     if item.exists():
         argv = [*this, "export", str(item), str(folder / "maxtext-export"), str(source)]
         found["MaxText to_huggingface"] = measure(argv, must=False)
+        argv = ["export", str(item), "--to", "hf", "--out", str(folder / "bridge-export"), "--base", str(source)]
+        found["bridge export of MaxText's checkpoint"] = measure([sys.executable, "-m", "bridge", *argv])
     tunix_out = folder / "tunix"
     found["Tunix loader + Orbax saver"] = measure([*this, "tunix", str(source), str(tunix_out)], must=False)
     if importlib.util.find_spec("orbaxport") and tunix_out.exists():  # pip install orbaxport==1.3.0

@@ -29,6 +29,7 @@ FAULTS = (ValueError, IndexError, NotImplementedError, OSError, RuntimeError)
 DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
 WHOLE_BYTES = 192 << 20
 """Of the largest chunk that is decoded whole; a reader holds it some four times."""
+ROOM = "make room there, or export with a larger --memory: what fits is decoded in memory"
 KEPT = 2
 """Arrays that stay unpacked: neighbours are read side by side where one ends and the other begins."""
 
@@ -125,11 +126,16 @@ class TreeSource:
             raise CheckpointError(
                 f"{self.folder}: {'.'.join(path)} is stored in chunks too large to be held, which are unpacked in "
                 f"{self.scratch}: that needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
-                hint="make room there, or export with a larger --memory: what fits is decoded in memory",
+                hint=ROOM,
             )
         array = _open(leaf.spec, self._context, self.folder, path)
         try:
             return Unpacked(array, encoding, self.scratch, major)
+        except OSError as error:  # of the temporary file; TensorStore has none of its own
+            name = ".".join(path)
+            raise CheckpointError(
+                f"{self.folder}: {name} cannot be unpacked in {self.scratch}: {error.strerror or error}", hint=ROOM
+            ) from error
         except FAULTS as error:
             raise self._unreadable(path, error) from error
 

@@ -41,9 +41,9 @@ class Unpacked:
             ValueError: its chunks are damaged.
             OSError: they cannot be read, or the folder has no room.
         """
-        self._chunk, self._shape = encoding.chunk, encoding.shape
+        self._chunk, self.shape = encoding.chunk, encoding.shape
         self.dtype: np.dtype[Any] = array.dtype.numpy_dtype
-        self._order = _order(len(self._shape), major)
+        self._order = _order(len(self.shape), major)
         self._chunk_bytes = math.prod(self._chunk) * self.dtype.itemsize
         self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 - lives as long as this object
         places = list(encoding.chunks)
@@ -58,7 +58,7 @@ class Unpacked:
         Raises:
             OSError: the file cannot be read.
         """
-        bounds = [range(*part.indices(size)) for part, size in zip(region, self._shape, strict=True)]
+        bounds = [range(*part.indices(size)) for part, size in zip(region, self.shape, strict=True)]
         values = np.empty([len(bounds[dim]) for dim in self._order], self.dtype)
         sides = zip(bounds, self._chunk, strict=True)
         covered = [range(bound.start // chunk, -(-bound.stop // chunk)) for bound, chunk in sides]

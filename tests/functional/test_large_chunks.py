@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -105,6 +106,20 @@ def test_comparisons_unpack_as_well(
         assert {scratch.name for scratch, _ in made} <= {"maxtext", "tunix", "7", "3"}
 
 
+def test_two_arrays_stay_unpacked(tiny: Tiny, tmp_path: Path) -> None:
+    source = tiny("head_dim_96")
+    tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
+    item = save(tmp_path / "ckpt" / "7", "items", tree)
+    opened = orbax_source.TreeSource(item, whole_bytes=0)
+    before = len(os.listdir("/proc/self/fd"))
+    for path in opened.leaves:
+        array = opened.open(path)
+        values = opened.read(array, tuple(slice(None) for _ in array.shape), path)
+        assert values.tobytes() == tree[".".join(path)].tobytes()
+        assert opened.open(path) is array
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+
+
 @pytest.mark.usefixtures("nothing_whole")
 def test_damage_is_named_and_nothing_stays(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("head_dim_96")
@@ -115,6 +130,23 @@ def test_damage_is_named_and_nothing_stays(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read") as found:
         export(tmp_path / "ckpt", tmp_path / "out" / "hf", "--base", source)
     assert GATE in str(found.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("nothing_whole")
+def test_a_disk_that_fills_up_is_not_taken_for_damage(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny("head_dim_96")
+    save(tmp_path / "ckpt" / "7", "items", oracles.maxtext_tree(*oracles.read_hf(source), scanned=True))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"cannot be unpacked in .*: No space left") as found:
+        export(tmp_path / "ckpt", tmp_path / "out" / "hf", "--base", source)
+    assert "make room" in str(found.value.hint)
     assert not (tmp_path / "out").exists()
 
 
