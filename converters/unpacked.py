@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from bridge.converters.chunk_streams import Encoding, Index, open_chunk, read_in
 from bridge.converters.ranges import read_all
 
 GROUP_BYTES = 32 << 20
-"""Rows of a chunk that are put in order at a time."""
+"""Of a chunk that are put in order at a time."""
 
 
 class Unpacked:
@@ -91,36 +91,36 @@ class Unpacked:
                 raise OSError("a temporary file ends early")
 
     def _unpack(self, array: Any, encoding: Encoding, place: Index) -> None:
-        """Write one chunk's values in their order."""
+        """Write one chunk's values in their order: from (rows, layers, elements) to (layers, rows, elements)."""
+        major, itemsize, start = self._order[0], self.dtype.itemsize, self._starts[place]
+        rows, layers, elements = math.prod(self._chunk[:major]), self._chunk[major], math.prod(self._chunk[major + 1 :])
+        room = max(1, GROUP_BYTES // (elements * itemsize))
+        some = max(1, min(rows, room // layers))
+        part = min(layers, room)
         stream = open_chunk(array, encoding, place)
-        rows, start = self._chunk[0] if self._chunk else 1, self._starts[place]
-        row_bytes = self._chunk_bytes // rows
-        group = max(1, min(rows, GROUP_BYTES // row_bytes))
         if stream is None:
             # TensorStore knows whether that is a fault, and what stands there otherwise.
             first = tuple(at * chunk for at, chunk in zip(place, self._chunk, strict=True))
-            buffer = np.full((group, *self._chunk[1:]), array[first].read().result(), self.dtype)
+            buffer = np.full(some * part * elements, array[first].read().result(), self.dtype)
         else:
-            buffer = np.empty((group, *self._chunk[1:]), self.dtype)
-        raw = memoryview(buffer.reshape(-1).view(np.uint8))
-        for row in range(0, rows, group):
-            count = min(group, rows - row)
-            if stream is not None and not read_into(stream, raw[: count * row_bytes]):
+            buffer = np.empty(some * part * elements, self.dtype)
+        for row, layer in itertools.product(range(0, rows, some), range(0, layers, part)):
+            shape = min(some, rows - row), min(part, layers - layer), elements
+            piece = buffer[: math.prod(shape)]
+            if stream is not None and not read_into(stream, memoryview(piece.view(np.uint8))):
                 raise ValueError(f"the chunk {place} ends early")
-            self._write(buffer[:count], start, row)
+            together = [piece] if rows == 1 else piece.reshape(shape).swapaxes(0, 1)
+            for index, each in enumerate(together, layer):
+                self._write(each, start + (index * rows + row) * elements * itemsize)
         if stream is not None and read_into(stream, memoryview(bytearray(1))):
             raise ValueError(f"the chunk {place} is longer than its shape")
 
-    def _write(self, values: NDArray[Any], start: int, row: int) -> None:
-        """Write some rows of a chunk, the first of them `row`."""
-        ordered = values.transpose(self._order)
-        if self._order[0] == 0:
-            _write_all(self._file, ordered, start + row * values[0].nbytes)
-            return
-        # One piece for each layer: (layer, rows, ...).
-        rest = values[0, ...].nbytes // ordered.shape[0]
-        for index, piece in enumerate(ordered):
-            _write_all(self._file, np.ascontiguousarray(piece), start + (index * self._chunk[0] + row) * rest)
+    def _write(self, values: NDArray[Any], position: int) -> None:
+        """Through the page cache, as it is read again at once."""
+        left = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        while left:
+            done = os.pwrite(self._file.fileno(), left, position)
+            position, left = position + done, left[done:]
 
 
 def _order(dims: int, major: int | None) -> tuple[int, ...]:
@@ -142,11 +142,3 @@ def _runs(shape: Sequence[int], bounds: Sequence[range]) -> tuple[int, NDArray[n
         starts = np.add.outer(np.arange(bound.start, bound.stop) * step, starts).reshape(-1)
         step *= size
     return inner * len(bounds[whole - 1]), starts
-
-
-def _write_all(file: BinaryIO, values: NDArray[Any], position: int) -> None:
-    """Through the page cache, as it is read again at once."""
-    left = memoryview(values.reshape(-1).view(np.uint8))
-    while left:
-        done = os.pwrite(file.fileno(), left, position)
-        position, left = position + done, left[done:]

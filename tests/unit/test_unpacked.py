@@ -81,13 +81,14 @@ def unpack(array: Any, folder: Path, major: int | None = 1) -> Unpacked:
     return Unpacked(array, encoding, folder, major)
 
 
+@pytest.mark.parametrize("group", [50, 120, 500])  # of float32: less than a layer of a row, two of them, two rows
 @pytest.mark.parametrize("major", [None, 0, 1, 2])
 @pytest.mark.parametrize("ocdbt", [False, True])
 @pytest.mark.parametrize("name", STORED)
 def test_every_region_is_what_was_stored(
-    name: str, ocdbt: bool, major: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ocdbt: bool, major: int | None, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacked, "GROUP_BYTES", 500)  # three rows of float32
+    monkeypatch.setattr(unpacked, "GROUP_BYTES", group)
     monkeypatch.setattr(chunk_streams, "READ_BYTES", 64)
     array = store(tmp_path, STORED[name], ocdbt)
     values = values_for(array)
