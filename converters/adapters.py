@@ -79,12 +79,11 @@ class AdapterSource:
         """Every layer of an array in the engine's order, as bits; few layers of a stacked array are held at once."""
         leaf = self.leaf(array)
         dim = array.factor.layer_dim
-        stored = self._source.open(leaf.path, dim)
         for group in _groups(leaf, array):
             part = [slice(None)] * len(array.shape)
             if dim is not None:
                 part[dim] = slice(group[0], group[-1] + 1)
-            values = np.asarray(self._source.read(stored, tuple(part), leaf.path)).view(bits_dtype(leaf.tensor.dtype))
+            values = np.asarray(self._source.read(leaf.path, tuple(part), dim)).view(bits_dtype(leaf.tensor.dtype))
             for index, layer in enumerate(group):
                 one = values if dim is None else values.take(index, axis=dim)
                 yield layer, np.ascontiguousarray(one)

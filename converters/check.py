@@ -130,13 +130,12 @@ def _each_slab(
 ) -> None:
     room = budget.room()
 
-    def job(move: Move, slab: Slab) -> None:
+    def job(slab: Slab) -> None:
         with room.hold(slab.nbytes):
-            array = tree.open(move.engine, move.rule.engine_layer_dim)
-            visit(slab, np.asarray(tree.read(array, slab.region, move.engine)))
+            visit(slab, slab.stored(tree))
 
     jobs: list[Callable[[], None]] = []
     for move in moves:
         for slab in stored_slabs(move, model, tree.leaves[move.engine], [kinds[name] for name in move.hf], budget):
-            jobs.append(functools.partial(job, move, slab))
+            jobs.append(functools.partial(job, slab))
     run_bounded(jobs, budget.workers)

@@ -7,9 +7,7 @@ Source: the Zarr v2 and v3 specifications (sharding: zarr-specs.readthedocs.io, 
 from __future__ import annotations
 
 import io
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -31,7 +29,6 @@ Index = tuple[int, ...]
 class Encoding:
     """How an array's chunks are stored: its keys, what a key holds, and what is decoded at once of that."""
 
-    shape: tuple[int, ...]
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     """What a key holds; more than a chunk only if `sharded`."""
@@ -39,15 +36,6 @@ class Encoding:
     compressed: bool
     prefix: str
     separator: str
-
-    @property
-    def chunks(self) -> Iterator[Index]:
-        """The place of every chunk in their grid."""
-        return itertools.product(*(range(math.ceil(s / c)) for s, c in zip(self.shape, self.chunk, strict=True)))
-
-    def nbytes(self, itemsize: int) -> int:
-        """Bytes of all chunks, decoded whole."""
-        return math.prod(-(-s // c) * c for s, c in zip(self.shape, self.chunk, strict=True)) * itemsize
 
     def key(self, shard: Index) -> str:
         """The key of a place in the grid of shards."""
@@ -58,16 +46,14 @@ def encoding_of(array: Any) -> Encoding | None:
     """How an open TensorStore array is stored; None where it is not known how to decode its chunks as streams."""
     spec = array.spec().to_json()
     metadata = spec.get("metadata", {})
-    shape = tuple(array.shape)
     if spec["driver"] == "zarr":
         compressor = metadata["compressor"] or {"id": None}
         plain = metadata["order"] == "C" and not metadata["filters"] and metadata["dtype"] in V2_TYPES
         if not plain or compressor["id"] not in (None, "zstd"):
             return None
         chunk = tuple(metadata["chunks"])
-        return Encoding(
-            shape, chunk, chunk, False, compressor["id"] is not None, "", metadata.get("dimension_separator", ".")
-        )
+        separator = metadata.get("dimension_separator", ".")
+        return Encoding(chunk, chunk, False, compressor["id"] is not None, "", separator)
     if spec["driver"] != "zarr3":
         return None
     grid, keys, codecs = metadata["chunk_grid"], metadata["chunk_key_encoding"], metadata["codecs"]
@@ -84,7 +70,7 @@ def encoding_of(array: Any) -> Encoding | None:
     if codecs[:1] != [LITTLE] or names not in (["bytes"], ["bytes", "zstd"]):
         return None
     separator = keys.get("configuration", {}).get("separator", "/")
-    return Encoding(shape, chunk, shard, sharded, len(names) == 2, f"c{separator}", separator)
+    return Encoding(chunk, shard, sharded, len(names) == 2, f"c{separator}", separator)
 
 
 def open_chunk(array: Any, encoding: Encoding, place: Index) -> BinaryIO | None:

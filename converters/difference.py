@@ -125,9 +125,7 @@ class EngineSide:
     def pieces(self, slab: Slab) -> Iterator[tuple[str, int, Values]]:
         """(tensor, first element, stored values in Hugging Face's order) of every block of a slab."""
         move, dtype = slab.move, self.tree.leaves[slab.move.engine].tensor.dtype
-        array = self.tree.open(move.engine, move.rule.engine_layer_dim)
-        stored = np.asarray(self.tree.read(array, slab.region, move.engine))
-        stored = stored.view(bits.bits_dtype(dtype))
+        stored = slab.stored(self.tree).view(bits.bits_dtype(dtype))
         unit = unit_elements(move, axes_of(self.model))
         for name, units, block, place in slab.pieces():
             raw = bits.export_block(np.ascontiguousarray(stored[place]), block, dtype, "float32", 1.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bridge.converters.layout import Table
-from bridge.converters.orbax_source import WHOLE_BYTES, Leaf, TreeSource, tree_paths
+from bridge.converters.orbax_source import Leaf, TreeSource, tree_paths
 from bridge.errors import CheckpointError
 
 Keys = tuple[str, ...]
@@ -82,15 +82,13 @@ def _unwrapped(path: Keys) -> Keys | None:
     return path if path and path[0] in ROOTS else None
 
 
-def open_weights(
-    folder: Path, tree: EngineTree, table: Table, cache_bytes: int = 0, whole_bytes: int = WHOLE_BYTES
-) -> TreeSource:
-    """The weights of a checkpoint under the table's own paths; the sizes are `TreeSource`'s.
+def open_weights(folder: Path, tree: EngineTree, table: Table, cache_bytes: int = 0) -> TreeSource:
+    """The weights of a checkpoint under the table's own paths.
 
     Raises:
         CheckpointError: an array cannot be opened.
     """
-    source = TreeSource(folder, cache_bytes, frozenset(tree.weights.values()), whole_bytes)
+    source = TreeSource(folder, cache_bytes, only=frozenset(tree.weights.values()))
     leaves: dict[Keys, Leaf] = {}
     for inner, path in tree.weights.items():
         named = (*table.prefix, *inner, *table.suffix)

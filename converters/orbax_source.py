@@ -1,25 +1,25 @@
 """Orbax checkpoints read array by array and piece by piece, whoever wrote them: bridge, Orbax itself, or an engine.
 
-Arrays whose chunks are too large to be decoded whole are unpacked first (`unpacked`).
+Arrays whose chunks, or rows of chunks, are too large to be held are unpacked first (`unpacked`).
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import re
 import shutil
 import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from bridge.converters.chunk_streams import Encoding, encoding_of
 from bridge.converters.orbax_store import TREE, Path_, Region, context, leaf_kvstore
 from bridge.converters.plan import ITEM_BYTES, Tensor
-from bridge.converters.unpacked import Unpacked
+from bridge.converters.unpacked import Unpacked, file_bytes
 from bridge.errors import CheckpointError
 from bridge.model_spec import read_json
 
@@ -27,8 +27,6 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # What TensorStore raises for what it finds in files.
 FAULTS = (ValueError, IndexError, NotImplementedError, OSError, RuntimeError)
 DAMAGED = "its files are incomplete or damaged: copy the checkpoint again, or take another step"
-WHOLE_BYTES = 192 << 20
-"""Of the largest chunk that is decoded whole; a reader holds it some four times."""
 ROOM = "make room there, or export with a larger --memory: what fits is decoded in memory"
 KEPT = 2
 """Arrays that stay unpacked: neighbours are read side by side where one ends and the other begins."""
@@ -42,97 +40,126 @@ class Leaf:
     tensor: Tensor
     spec: dict[str, Any]
     chunk: tuple[int, ...]
-    """What is decoded at once: single values of an array that is unpacked first."""
-    encoding: Encoding | None = None
-    """Of an array that is unpacked first."""
+    """What is decoded at once."""
+    unpacked: bool = False
+    """Whether it is read from a file that it is unpacked into: its chunks, or a row of them, are too large to hold."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """What that file takes."""
+        return file_bytes(self.tensor.shape, self.chunk, ITEM_BYTES[self.tensor.dtype])
+
+
+@dataclass
+class _Kept:
+    """An unpacked array, and how many read it."""
+
+    array: Unpacked
+    readers: int = 0
 
 
 class TreeSource:
     """The tree of one checkpoint item written by bridge, by Orbax, or by an engine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        cache_bytes: int = 0,
-        only: frozenset[Path_] | None = None,
-        whole_bytes: int = WHOLE_BYTES,
-    ) -> None:
+    def __init__(self, folder: Path, cache_bytes: int = 0, only: frozenset[Path_] | None = None) -> None:
         """Open every array; no value is read.
 
         Args:
             folder: of the tree.
             cache_bytes: decoded chunks that are kept.
             only: the arrays that are meant.
-            whole_bytes: larger chunks are not decoded whole, but unpacked into a temporary file.
 
         Raises:
             CheckpointError: an array is missing, or its metadata are damaged.
         """
         self.folder = folder
         self.scratch = Path(tempfile.gettempdir())
-        """Where chunks are unpacked."""
+        """Where arrays are unpacked."""
         self._context = context(cache_bytes)
-        self._unpacked: dict[Path_, Unpacked] = {}
-        self._unpacking = threading.Lock()
-        self.leaves = _open_leaves(folder, self._context, only, whole_bytes)
+        self._opened: dict[Path_, Any] = {}
+        self._kept: dict[Path_, _Kept] = {}
+        self._changed = threading.Condition()
+        self.leaves = _open_leaves(folder, self._context, only)
+
+    def unpack(self, path: Path_) -> None:
+        """Have an array unpacked when it is first read."""
+        self.leaves[path] = replace(self.leaves[path], unpacked=True)
 
     @property
     def scratch_bytes(self) -> int:
         """What is unpacked at a time, at most."""
-        sizes = (leaf.encoding.nbytes(ITEM_BYTES[leaf.tensor.dtype]) for leaf in self.leaves.values() if leaf.encoding)
-        return sum(sorted(sizes)[-KEPT:])
+        return sum(sorted(leaf.unpacked_bytes for leaf in self.leaves.values() if leaf.unpacked)[-KEPT:])
 
     @property
     def headers(self) -> dict[Path_, Tensor]:
         """Shape and dtype of every array."""
         return {path: leaf.tensor for path, leaf in self.leaves.items()}
 
-    def open(self, path: Path_, major: int | None = None) -> Any:
-        """The array, open for reading with `read`; from any thread.
+    def open(self, path: Path_) -> Any:
+        """The array as TensorStore has it.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+        if path not in self._opened:
+            self._opened[path] = _open(self.leaves[path].spec, self._context, self.folder, path)
+        return self._opened[path]
+
+    def read(self, path: Path_, region: Region, major: int | None = None) -> NDArray[Any]:
+        """The values of a region; from any thread.
 
         Args:
             path: of the array.
-            major: the dimension of the layers, that an unpacked array is best read by.
+            region: a slice for each dimension.
+            major: the dimension of the layers, which an unpacked array is best read by.
 
         Raises:
-            CheckpointError: it cannot be opened, or unpacked.
+            CheckpointError: files are missing, truncated or damaged, or there is no room to unpack them.
         """
-        leaf = self.leaves[path]
-        if leaf.encoding is None:
-            return _open(leaf.spec, self._context, self.folder, path)
-        with self._unpacking:
-            found = self._unpacked.pop(path, None) or self._unpack(leaf, leaf.encoding, path, major)
-            self._unpacked[path] = found  # the latest at the end
-            for earlier in list(self._unpacked)[:-KEPT]:
-                del self._unpacked[earlier]
-        return found
-
-    def read(self, array: Any, region: Region, path: Path_) -> NDArray[Any]:
-        """The values of a region of an array that `open` gave.
-
-        Raises:
-            CheckpointError: its files are missing, truncated or damaged.
-        """
+        values: NDArray[Any]
+        if self.leaves[path].unpacked:
+            with self._unpacked(path, major) as array:
+                values = array.read(region)
+            return values
         try:
-            values: NDArray[Any]
-            values = array.read(region) if isinstance(array, Unpacked) else array[region].read().result()
+            values = self.open(path)[region].read().result()
         except FAULTS as error:
             raise self._unreadable(path, error) from error
         return values
 
-    def _unpack(self, leaf: Leaf, encoding: Encoding, path: Path_, major: int | None) -> Unpacked:
-        needed, free = encoding.nbytes(ITEM_BYTES[leaf.tensor.dtype]), shutil.disk_usage(self.scratch).free
+    @contextlib.contextmanager
+    def _unpacked(self, path: Path_, major: int | None) -> Iterator[Unpacked]:
+        """An array that nobody takes away; one is unpacked at a time, and no more than `KEPT` are there at any."""
+        with self._changed:
+            while path not in self._kept:
+                idle = [each for each, kept in self._kept.items() if kept.readers == 0]
+                if len(self._kept) < KEPT:
+                    self._kept[path] = _Kept(self._unpack(path, major))
+                elif idle:
+                    del self._kept[idle[0]]
+                else:
+                    self._changed.wait()
+            kept = self._kept[path] = self._kept.pop(path)  # the latest at the end
+            kept.readers += 1
+        try:
+            yield kept.array
+        finally:
+            with self._changed:
+                kept.readers -= 1
+                self._changed.notify_all()
+
+    def _unpack(self, path: Path_, major: int | None) -> Unpacked:
+        name, needed, free = ".".join(path), self.leaves[path].unpacked_bytes, shutil.disk_usage(self.scratch).free
         if needed > free:
             raise CheckpointError(
-                f"{self.folder}: {'.'.join(path)} is stored in chunks too large to be held, which are unpacked in "
+                f"{self.folder}: {name} is stored in chunks too large to be held, which are unpacked in "
                 f"{self.scratch}: that needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
                 hint=ROOM,
             )
-        array = _open(leaf.spec, self._context, self.folder, path)
+        array = self.open(path)
         try:
-            return Unpacked(array, encoding, self.scratch, major)
+            return Unpacked(array, self.scratch, major)
         except OSError as error:  # of the temporary file; TensorStore has none of its own
-            name = ".".join(path)
             raise CheckpointError(
                 f"{self.folder}: {name} cannot be unpacked in {self.scratch}: {error.strerror or error}", hint=ROOM
             ) from error
@@ -180,7 +207,7 @@ def _entries(folder: Path) -> list[tuple[Path_, dict[str, Any]]]:
     return found
 
 
-def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None, whole_bytes: int) -> dict[Path_, Leaf]:
+def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -> dict[Path_, Leaf]:
     leaves: dict[Path_, Leaf] = {}
     missing = []
     for path, metadata in _entries(folder):
@@ -200,10 +227,7 @@ def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None, w
         ):
             missing.append(f"{'.'.join(path)} is stored in chunks of {written}, larger than its shape {array.shape}")
             continue
-        large = math.prod(chunk) * array.dtype.numpy_dtype.itemsize > whole_bytes
-        encoding = encoding_of(array) if large and array.dtype.name in ITEM_BYTES else None
-        decoded = (1,) * len(chunk) if encoding else chunk
-        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, decoded, encoding)
+        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing, hint=DAMAGED

@@ -60,7 +60,7 @@ class Budget:
 
     @property
     def whole_bytes(self) -> int:
-        """The largest stored chunk that is decoded whole: one at a time, see `room`."""
+        """The largest slab that stored chunks may make: moved on its own, see `room`."""
         return max(16 << 20, (self.memory - BASE_BYTES) // COPIES)
 
     def room(self) -> Room:
@@ -109,6 +109,10 @@ class Slab:
         """Bytes on the engine's side."""
         return math.prod(self.shape) * ITEM_BYTES[self.engine_dtype]
 
+    def stored(self, source: TreeSource) -> Array:
+        """Its values in an engine's checkpoint."""
+        return np.asarray(source.read(self.move.engine, self.region, self.move.rule.engine_layer_dim))
+
     def pieces(self) -> Iterator[tuple[str, range, Block, tuple[slice | int, ...]]]:
         """(Hugging Face tensor, units, permutation, place in the slab) of every cache-sized block."""
         axes = axes_of(self.model)
@@ -148,15 +152,24 @@ def slabs_of(move: Move, model: ModelSpec, engine_dtype: str, cutting: Cutting) 
 
 
 def stored_slabs(move: Move, model: ModelSpec, leaf: Leaf, kinds: Iterable[str], budget: Budget) -> Iterator[Slab]:
-    """Every slab of a stored array, widened to what is decoded at once of it."""
+    """Every slab of a stored array, widened to what is decoded at once of it; from a file, the longer the better."""
     layer_dim, axes = move.rule.engine_layer_dim, axes_of(model)
     width = max(ITEM_BYTES[leaf.tensor.dtype], *(ITEM_BYTES[kind] for kind in kinds))
-    layer_chunk = max(1, leaf.chunk[layer_dim]) if layer_dim is not None else 1
-    unit_chunk = max(1, leaf.chunk[move.rule.engine_cut_dim])
-    if leaf.encoding is not None:  # the longer what lies together, the fewer reads
-        unit_chunk = max(1, budget.slab_bytes // (unit_elements(move, axes) * width))
+    if leaf.unpacked:
+        layer_chunk, unit_chunk = 1, max(1, budget.slab_bytes // (unit_elements(move, axes) * width))
+    else:
+        layer_chunk = max(1, leaf.chunk[layer_dim]) if layer_dim is not None else 1
+        unit_chunk = max(1, leaf.chunk[move.rule.engine_cut_dim])
     cutting = cut_stored(move, axes, width, budget.slab_bytes, layer_chunk, unit_chunk)
     return slabs_of(move, model, leaf.tensor.dtype, cutting)
+
+
+def unpack_large(source: TreeSource, plan: tuple[Move, ...], model: ModelSpec, budget: Budget) -> None:
+    """Have the arrays of a plan unpacked whose chunks would make slabs larger than `budget.whole_bytes`."""
+    for move in plan:
+        slab = next(stored_slabs(move, model, source.leaves[move.engine], ["float32"], budget))
+        if slab.nbytes > budget.whole_bytes:
+            source.unpack(move.engine)
 
 
 def import_checkpoint(
@@ -247,7 +260,7 @@ def export_checkpoint(
         plan: checked against `source`.
         model: gives the axes.
         source, sink: open.
-        budget: bounds the memory; a stored chunk larger than a slab is decoded whole, or unpacked by `source`.
+        budget: bounds the memory; a stored chunk larger than a slab is decoded whole, unless `source` unpacks it.
         progress: called with target bytes.
     """
     kinds = {name: stored.tensor.dtype for name, stored in sink.stored.items()}
@@ -256,9 +269,9 @@ def export_checkpoint(
 
     room = budget.room()
 
-    def write(array: Any, slab: Slab) -> None:
+    def write(slab: Slab) -> None:
         with room.hold(slab.nbytes):
-            for name, start, moved in slab.to_hf(source.read(array, slab.region, slab.move.engine), kinds):
+            for name, start, moved in slab.to_hf(slab.stored(source), kinds):
                 sink.write(name, start, moved)
                 progress(moved.nbytes)
 
@@ -269,9 +282,8 @@ def export_checkpoint(
             if reader is not None:
                 yield from in_place.export_jobs(reader, move, leaf.tensor.dtype, model, sink, progress)
                 continue
-            array = source.open(move.engine, move.rule.engine_layer_dim)
             for slab in stored_slabs(move, model, leaf, [kinds[name] for name in move.hf], budget):
-                yield functools.partial(write, array, slab)
+                yield functools.partial(write, slab)
 
     run_bounded(jobs(), budget.workers)
 

@@ -11,46 +11,49 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.converters.chunk_streams import Encoding, Index, open_chunk, read_into
+from bridge.converters.chunk_streams import Encoding, Index, encoding_of, open_chunk, read_into
 from bridge.converters.ranges import read_all
 
 GROUP_BYTES = 32 << 20
-"""Of a chunk that are put in order at a time."""
+"""Of a chunk that are put in order at a time, or of chunks that are decoded at once."""
 
 
 class Unpacked:
     """An array unpacked into a file that has no name: it is gone when this object is, or the process."""
 
-    def __init__(self, array: Any, encoding: Encoding, scratch: Path, major: int | None) -> None:
+    def __init__(self, array: Any, scratch: Path, major: int | None) -> None:
         """Unpack all of it.
 
         Args:
             array: open, of TensorStore.
-            encoding: its own.
-            scratch: a folder with room for all its values.
+            scratch: a folder with room for `file_bytes`.
             major: the dimension that is to lie outermost, the layers'.
 
         Raises:
             ValueError: its chunks are damaged.
-            OSError: they cannot be read, or the folder has no room.
+            OSError: the folder has no room.
         """
-        self._chunk, self.shape = encoding.chunk, encoding.shape
-        self.dtype: np.dtype[Any] = array.dtype.numpy_dtype
+        self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
+        chunk = tuple(array.chunk_layout.read_chunk.shape)
+        self._box = _box(self.shape, chunk, self.dtype.itemsize)
+        self._box_bytes = math.prod(self._box) * self.dtype.itemsize
         self._order = _order(len(self.shape), major)
-        self._chunk_bytes = math.prod(self._chunk) * self.dtype.itemsize
         self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 - lives as long as this object
-        places = list(encoding.chunks)
-        self._starts = {place: index * self._chunk_bytes for index, place in enumerate(places)}
-        os.ftruncate(self._file.fileno(), len(places) * self._chunk_bytes)
+        encoding = encoding_of(array) if self._box_bytes > GROUP_BYTES else None
+        places = list(itertools.product(*(range(-(-s // b)) for s, b in zip(self.shape, self._box, strict=True))))
+        self._starts = {place: index * self._box_bytes for index, place in enumerate(places)}
+        os.ftruncate(self._file.fileno(), len(places) * self._box_bytes)
         for place in places:
-            self._unpack(array, encoding, place)
+            pieces = self._streamed(array, encoding, place) if encoding else self._decoded(array, place)
+            for row, layer, values in pieces:
+                self._write(values, self._starts[place], row, layer)
 
     def read(self, region: Sequence[slice]) -> NDArray[Any]:
         """The values of a region.
@@ -60,13 +63,13 @@ class Unpacked:
         """
         bounds = [range(*part.indices(size)) for part, size in zip(region, self.shape, strict=True)]
         values = np.empty([len(bounds[dim]) for dim in self._order], self.dtype)
-        sides = zip(bounds, self._chunk, strict=True)
-        covered = [range(bound.start // chunk, -(-bound.stop // chunk)) for bound, chunk in sides]
+        sides = zip(bounds, self._box, strict=True)
+        covered = [range(bound.start // box, -(-bound.stop // box)) for bound, box in sides]
         for place in itertools.product(*covered):
             inside, target = [], []
-            for at, bound, chunk in zip(place, bounds, self._chunk, strict=True):
-                first, last = max(bound.start, at * chunk), min(bound.stop, (at + 1) * chunk)
-                inside.append(range(first - at * chunk, last - at * chunk))
+            for at, bound, box in zip(place, bounds, self._box, strict=True):
+                first, last = max(bound.start, at * box), min(bound.stop, (at + 1) * box)
+                inside.append(range(first - at * box, last - at * box))
                 target.append(slice(first - bound.start, last - bound.start))
             part = values[tuple(target[dim] for dim in self._order)]
             if part.flags.c_contiguous:
@@ -78,8 +81,8 @@ class Unpacked:
         return values.transpose(np.argsort(self._order))
 
     def _fill(self, part: NDArray[Any], place: Index, inside: list[range]) -> None:
-        """Read a part of one chunk, given in the chunk's own order; `part` is contiguous and has the file's order."""
-        shape = [self._chunk[dim] for dim in self._order]
+        """Read a part of one box, given in the array's order; `part` is contiguous and has the file's."""
+        shape = [self._box[dim] for dim in self._order]
         size, positions = _runs(shape, [inside[dim] for dim in self._order])
         size *= self.dtype.itemsize
         positions = positions * self.dtype.itemsize + self._starts[place]
@@ -90,18 +93,22 @@ class Unpacked:
             ):
                 raise OSError("a temporary file ends early")
 
-    def _unpack(self, array: Any, encoding: Encoding, place: Index) -> None:
-        """Write one chunk's values in their order: from (rows, layers, elements) to (layers, rows, elements)."""
-        major, itemsize, start = self._order[0], self.dtype.itemsize, self._starts[place]
-        rows, layers, elements = math.prod(self._chunk[:major]), self._chunk[major], math.prod(self._chunk[major + 1 :])
-        room = max(1, GROUP_BYTES // (elements * itemsize))
+    @property
+    def _sides(self) -> tuple[int, int, int]:
+        """A box as (rows, layers, elements); the file has it as (layers, rows, elements)."""
+        major = self._order[0]
+        return math.prod(self._box[:major]), self._box[major], math.prod(self._box[major + 1 :])
+
+    def _streamed(self, array: Any, encoding: Encoding, place: Index) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """(first row, first layer, values) of every piece of a chunk, which is decoded as a stream."""
+        rows, layers, elements = self._sides
+        room = max(1, GROUP_BYTES // (elements * self.dtype.itemsize))
         some = max(1, min(rows, room // layers))
         part = min(layers, room)
         stream = open_chunk(array, encoding, place)
         if stream is None:
             # TensorStore knows whether that is a fault, and what stands there otherwise.
-            first = tuple(at * chunk for at, chunk in zip(place, self._chunk, strict=True))
-            buffer = np.full(some * part * elements, array[first].read().result(), self.dtype)
+            buffer = np.full(some * part * elements, array[self._region(place, 1)].read().result().item(), self.dtype)
         else:
             buffer = np.empty(some * part * elements, self.dtype)
         for row, layer in itertools.product(range(0, rows, some), range(0, layers, part)):
@@ -109,18 +116,50 @@ class Unpacked:
             piece = buffer[: math.prod(shape)]
             if stream is not None and not read_into(stream, memoryview(piece.view(np.uint8))):
                 raise ValueError(f"the chunk {place} ends early")
-            together = [piece] if rows == 1 else piece.reshape(shape).swapaxes(0, 1)
-            for index, each in enumerate(together, layer):
-                self._write(each, start + (index * rows + row) * elements * itemsize)
+            yield row, layer, piece.reshape(shape)
         if stream is not None and read_into(stream, memoryview(bytearray(1))):
             raise ValueError(f"the chunk {place} is longer than its shape")
 
-    def _write(self, values: NDArray[Any], position: int) -> None:
-        """Through the page cache, as it is read again at once."""
-        left = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        while left:
-            done = os.pwrite(self._file.fileno(), left, position)
-            position, left = position + done, left[done:]
+    def _decoded(self, array: Any, place: Index) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """The same of a box that TensorStore decodes: of many small chunks, or of one whose codec is not known here."""
+        values = array[self._region(place)].read().result()
+        if values.shape != self._box:  # the last ones end with the array
+            whole = np.zeros(self._box, self.dtype)
+            whole[tuple(slice(side) for side in values.shape)] = values
+            values = whole
+        yield 0, 0, np.ascontiguousarray(values).reshape(self._sides)
+
+    def _region(self, place: Index, side: int | None = None) -> tuple[slice, ...]:
+        """What of the array a box holds; or the first `side` of it along each dimension."""
+        starts = [at * box for at, box in zip(place, self._box, strict=True)]
+        sides = zip(starts, self._box, self.shape, strict=True)
+        return tuple(slice(start, min(start + (side or box), size)) for start, box, size in sides)
+
+    def _write(self, values: NDArray[Any], start: int, row: int, layer: int) -> None:
+        """Write a piece of a box, (rows, layers, elements), in the file's order."""
+        rows, _, elements = self._sides
+        together = values if rows == 1 else values.swapaxes(0, 1)
+        for index, each in enumerate(together, layer):
+            position = start + (index * rows + row) * elements * self.dtype.itemsize
+            left = memoryview(np.ascontiguousarray(each).reshape(-1).view(np.uint8))
+            while left:  # through the page cache, as it is read again at once
+                done = os.pwrite(self._file.fileno(), left, position)
+                position, left = position + done, left[done:]
+
+
+def file_bytes(shape: Index, chunk: Index, itemsize: int) -> int:
+    """What an array of a shape, stored in chunks, takes unpacked."""
+    box = _box(shape, chunk, itemsize)
+    return math.prod(-(-size // side) * side for size, side in zip(shape, box, strict=True)) * itemsize
+
+
+def _box(shape: Index, chunk: Index, itemsize: int) -> Index:
+    """What is unpacked at once: a chunk, or as many neighbours as `GROUP_BYTES` hold."""
+    box = list(chunk)
+    for dim in reversed(range(len(box))):
+        times = max(1, GROUP_BYTES // (math.prod(box) * itemsize))
+        box[dim] = chunk[dim] * min(times, -(-shape[dim] // chunk[dim]))
+    return tuple(box)
 
 
 def _order(dims: int, major: int | None) -> tuple[int, ...]:

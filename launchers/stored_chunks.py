@@ -19,7 +19,7 @@ ROW_BYTES = 32 << 20
 
 
 def chunk_of(write_shape: Shape, global_shape: Shape, itemsize: int, layer_dim: int | None, cut_dim: int) -> Shape:
-    """The chunk of a device's share: of one layer, and along the cut dimension what makes up `ROW_BYTES`.
+    """The chunk of a device's share: of one layer, and along the cut dimension about what makes up `ROW_BYTES`.
 
     Args:
         write_shape: the share.
@@ -33,8 +33,13 @@ def chunk_of(write_shape: Shape, global_shape: Shape, itemsize: int, layer_dim: 
     if layer_dim is not None:
         chunk[layer_dim] = 1
         elements //= global_shape[layer_dim]
-    limit = max(1, ROW_BYTES // (elements * itemsize))
-    chunk[cut_dim] = next(size for size in range(min(limit, chunk[cut_dim]), 0, -1) if chunk[cut_dim] % size == 0)
+    share, limit = chunk[cut_dim], max(1, ROW_BYTES // (elements * itemsize))
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    below = [size for size in divisors if size <= limit]
+    # Of a vocabulary with one token more, a prime, single rows would be a million chunks: then rather larger ones,
+    # which an export unpacks.
+    few = 4 * below[-1] >= min(limit, share)
+    chunk[cut_dim] = below[-1] if few else divisors[len(below)]
     return tuple(chunk)
 
 

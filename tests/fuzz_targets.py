@@ -25,7 +25,7 @@ from unittest import mock
 import fault_models
 import numpy as np
 
-from bridge.converters import adapter_layout, check, hf_store, peft_store, plan, tokenizer_file, transfer
+from bridge.converters import adapter_layout, check, hf_store, peft_store, plan, tokenizer_file, transfer, unpacked
 from bridge.errors import BridgeError
 from bridge.model_spec import ModelSpec
 
@@ -202,8 +202,10 @@ def read_checkpoint(folder: Path) -> None:
 
     found = checkpoint.find(None, folder, None, None)
     found.open()
-    with mock.patch.object(transfer.Budget, "whole_bytes", 0):  # every array as if it were to be unpacked
-        found.open()
+    with mock.patch.object(transfer.Budget, "whole_bytes", 0), mock.patch.object(unpacked, "GROUP_BYTES", 4096):
+        source = found.open()  # every array as if it were to be unpacked
+        path = tuple(ARRAY.split("."))
+        source.read(path, tuple(slice(side) for side in source.leaves[path].tensor.shape), 1)
     export.target_tensors(found, "source")
     inspect.engine_facts(folder)
 

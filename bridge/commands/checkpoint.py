@@ -59,17 +59,18 @@ class Checkpoint:
 
         Args:
             cache_bytes: decoded chunks that are kept.
-            memory: what is to be held at most; a chunk that takes more is unpacked first.
+            memory: what is to be held at most; an array whose chunks take more is unpacked first.
 
         Raises:
             CheckpointError: a leaf is missing, unexpected or of another shape.
         """
         from bridge.converters.engine_tree import open_weights
         from bridge.converters.plan import check_engine
-        from bridge.converters.transfer import Budget
+        from bridge.converters.transfer import Budget, unpack_large
 
-        source = open_weights(self.chosen.item, self.tree, self.table, cache_bytes, Budget(memory).whole_bytes)
+        source = open_weights(self.chosen.item, self.tree, self.table, cache_bytes)
         check_engine(self.plan, source.headers, str(self.chosen.item))
+        unpack_large(source, self.plan, self.model, Budget(memory))
         beside = places.scratch(self.chosen.home)
         if beside is not None and os.access(beside, os.W_OK):
             source.scratch = beside

@@ -106,7 +106,8 @@ def open_side(path: Path, base: Path | None, spec: Path | None) -> Iterator[Open
             hint="bridge export --to hf merges them; compare that folder",
         )
     common.say(f"{path}: {found.chosen.reason}")
-    tree = found.open(difference.CACHE_BYTES)
+    # Half of what is to be held, as the other side's chunks are held beside these.
+    tree = found.open(difference.CACHE_BYTES, memory=1 << 29)
     yield Opened(found.engine, difference.EngineSide(tree, found.plan, found.model))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.argument("checkpoint", required=False, type=common.place_type)
 @click.option("--reference", type=common.folder_type, help="HF folder to compare with.")
-@click.option("--base", type=common.folder_type, help="HF folder of the base, for an adapter without bridge.json.")
+@click.option("--base", type=common.folder_type, help="HF folder of the base, for a checkpoint without bridge.json.")
 @click.option("--engine", type=click.Choice(["maxtext", "tunix", "hf"]), help="Whose checkpoint; default: found out.")
 @click.option("--exact", is_flag=True, help="Compare weights bit by bit instead of logits.")
 @click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True)

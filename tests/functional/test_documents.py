@@ -109,6 +109,8 @@ def done(workspace: Path) -> Path:
         for file in ("run.json", "metrics.jsonl"):
             shutil.copy(workspace / "runs" / "maxtext-sft" / file, workspace / "runs" / name / file)
     os.utime(workspace / "runs" / "maxtext-sft" / "bridge.json")
+    # As MaxText leaves it by itself: no bridge.json, no hf/ beside the steps.
+    shutil.copytree(checkpoints / "2", workspace / "maxtext-run" / "checkpoints" / "1000")
     return workspace
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import fake_bucket
+import numpy as np
 import pytest
 from checkpoints import export, folders_differ, run, save
 from conftest import Tiny
+from fake_bucket import Bucket
+from numpy.typing import NDArray
 
 import oracles
-from bridge.converters import difference, orbax_source, transfer
+from bridge.converters import chunk_streams, difference, orbax_source, transfer, unpacked
 from bridge.converters.pool import run_bounded
 from bridge.errors import BridgeError, CheckpointError
 
@@ -22,14 +31,19 @@ GATE = "params.params.decoder.layers.mlp.wi_0.kernel"
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, int | None]]]:
-    """Where, and by which dimension first, each array was unpacked."""
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int | None]]:
+    """Where, and by which dimension first, each array was unpacked.
+
+    Pieces are read one after another: arrays as small as these have too few to keep many threads at neighbours.
+    """
+    for module in (transfer, difference):
+        monkeypatch.setattr(module, "run_bounded", lambda jobs, _: run_bounded(jobs, 1))
     seen: list[tuple[Path, int | None]] = []
 
     class Seen(orbax_source.Unpacked):
-        def __init__(self, array: object, encoding: object, scratch: Path, major: int | None) -> None:
+        def __init__(self, array: object, scratch: Path, major: int | None) -> None:
             seen.append((scratch, major))
-            super().__init__(array, encoding, scratch, major)  # type: ignore[arg-type]
+            super().__init__(array, scratch, major)
 
     monkeypatch.setattr(orbax_source, "Unpacked", Seen)
     return seen
@@ -67,6 +81,35 @@ def test_an_export_is_the_source(
     assert os.listdir(tmp_path / "out") == ["hf"]
 
 
+@pytest.mark.usefixtures("nothing_whole")
+@pytest.mark.parametrize(("ocdbt", "zarr3"), STORES)
+def test_in_a_bucket(
+    ocdbt: bool,
+    zarr3: bool,
+    bucket: Bucket,
+    tiny: Tiny,
+    tmp_path: Path,
+    made: list[tuple[Path, int | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every chunk as a stream of requests; unpacked on this host, whether the output goes back there or not."""
+    monkeypatch.setattr(unpacked, "GROUP_BYTES", 10_000)
+    monkeypatch.setattr(chunk_streams, "READ_BYTES", 5_000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "local"))
+    (tmp_path / "local").mkdir()
+    source = tiny("head_dim_96")
+    tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
+    save(tmp_path / "ckpt" / "7", "items", tree, ocdbt=ocdbt, zarr3=zarr3)
+    address = bucket.put(tmp_path / "ckpt", "ckpt")
+    assert folders_differ(source, export(address, tmp_path / "hf", "--base", source)) == []
+    assert {scratch for scratch, _ in made} == {tmp_path}
+    run("export", address, "--to", "hf", "--out", f"gs://{fake_bucket.NAME}/hf", "--base", source)
+    assert folders_differ(source, bucket.fetch("hf", tmp_path / "fetched")) == []
+    assert run("diff", address, source, "--base", source).code == 0
+    assert {scratch for scratch, _ in made} == {tmp_path, tmp_path / "local"}
+    assert os.listdir(tmp_path / "local") == []
+
+
 def test_with_enough_memory_nothing_is_unpacked(
     tiny: Tiny, tmp_path: Path, made: list[tuple[Path, int | None]]
 ) -> None:
@@ -83,8 +126,6 @@ def test_comparisons_unpack_as_well(
     """`diff` against a folder and against Tunix's layout, each large array unpacked once; one changed value shows."""
     monkeypatch.setattr(transfer.Budget, "whole_bytes", property(lambda _: 20_000))
     monkeypatch.setattr(transfer.Budget, "slab_bytes", property(lambda _: 4000))
-    # One after another: arrays as small as these have too few pieces to keep many threads at neighbours.
-    monkeypatch.setattr(difference, "run_bounded", lambda jobs, _: run_bounded(jobs, 1))
     source = tiny("head_dim_96")
     files = oracles.read_hf(source)
     tree = oracles.maxtext_tree(*files, scanned=True)
@@ -106,18 +147,48 @@ def test_comparisons_unpack_as_well(
         assert {scratch.name for scratch, _ in made} <= {"maxtext", "tunix", "7", "3"}
 
 
-def test_two_arrays_stay_unpacked(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_no_more_than_two_arrays_are_there_at_any_time(
+    workers: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is being unpacked, too, and while others still read; every value is the stored one."""
     source = tiny("head_dim_96")
     tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
-    item = save(tmp_path / "ckpt" / "7", "items", tree)
-    opened = orbax_source.TreeSource(item, whole_bytes=0)
-    before = len(os.listdir("/proc/self/fd"))
+    opened = orbax_source.TreeSource(save(tmp_path / "ckpt" / "7", "items", tree))
+    alive: weakref.WeakSet[orbax_source.Unpacked] = weakref.WeakSet()
+    most = []
+
+    class Counted(orbax_source.Unpacked):
+        def __init__(self, array: object, scratch: Path, major: int | None) -> None:
+            alive.add(self)
+            most.append(len(alive))
+            super().__init__(array, scratch, major)
+
+        def read(self, region: Sequence[slice]) -> NDArray[Any]:
+            time.sleep(0.001)
+            return super().read(region)
+
+    monkeypatch.setattr(orbax_source, "Unpacked", Counted)
     for path in opened.leaves:
-        array = opened.open(path)
-        values = opened.read(array, tuple(slice(None) for _ in array.shape), path)
-        assert values.tobytes() == tree[".".join(path)].tobytes()
-        assert opened.open(path) is array
-    assert len(os.listdir("/proc/self/fd")) == before + 2
+        opened.unpack(path)
+    different = []
+
+    def read(path: tuple[str, ...], index: int) -> None:
+        wanted = tree[".".join(path)]
+        region = (slice(index, index + 8), *(slice(None) for _ in wanted.shape[1:]))
+        if opened.read(path, region).tobytes() != np.ascontiguousarray(wanted[region]).tobytes():
+            different.append(path)
+
+    jobs = [
+        functools.partial(read, path, index)
+        for path, leaf in opened.leaves.items()
+        for index in range(0, leaf.tensor.shape[0], 8)
+    ]
+    run_bounded(jobs, workers)
+    assert different == []
+    assert len(most) >= len(tree)
+    assert max(most) == 2
+    assert opened.scratch_bytes == sum(sorted(array.nbytes for array in tree.values())[-2:])
 
 
 @pytest.mark.usefixtures("nothing_whole")

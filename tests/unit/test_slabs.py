@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from llama_shapes import LLAMA_405B
+from llama_shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 from bridge.converters.layout import axes_of
-from bridge.converters.plan import Move, make_plan, tables
+from bridge.converters.orbax_source import Leaf, TreeSource
+from bridge.converters.plan import Move, Tensor, make_plan, tables
 from bridge.converters.slabs import (
     BLOCK_BYTES,
     chunk_shape,
@@ -19,7 +21,7 @@ from bridge.converters.slabs import (
     region,
     unit_elements,
 )
-from bridge.converters.transfer import BASE_BYTES, COPIES, Budget
+from bridge.converters.transfer import BASE_BYTES, COPIES, Budget, stored_slabs, unpack_large
 from bridge.model_spec import ModelSpec
 
 MODEL = ModelSpec(
@@ -111,6 +113,29 @@ def test_the_budget_bounds_all_slabs_at_once() -> None:
         budget = Budget(memory)
         assert BASE_BYTES + budget.slab_bytes * budget.workers * COPIES <= memory
     assert Budget(1).slab_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8, 16, 64, 256])
+@pytest.mark.parametrize(("engine", "scanned"), [("maxtext", True), ("maxtext", False), ("tunix", False)])
+@pytest.mark.parametrize("model", [LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B], ids=["1b", "8b", "70b", "405b"])
+def test_what_engines_store_by_themselves_makes_no_larger_slabs(
+    model: ModelSpec, engine: str, scanned: bool, devices: int
+) -> None:
+    """Float32, all layers of a device's share of the embedding as one chunk: a row of them is the whole array."""
+    plan = make_plan(tables()["llama", engine], model, scanned)
+    source = object.__new__(TreeSource)
+    source.leaves = {}
+    for move in plan:
+        groups = zip(move.rule.engine_groups, move.engine_shape, strict=True)
+        chunk = tuple(-(-size // devices) if group == ("embed",) else size for group, size in groups)
+        source.leaves[move.engine] = Leaf(move.engine, Tensor(move.engine_shape, "float32"), {}, chunk)
+    budget = Budget()
+    unpack_large(source, plan, model, budget)
+    for move in plan:
+        leaf = source.leaves[move.engine]
+        slabs = stored_slabs(move, model, leaf, ["bfloat16"], budget)
+        assert all(slab.nbytes <= budget.whole_bytes for slab in itertools.islice(slabs, 20)), move.name
+        assert not leaf.unpacked or leaf.tensor.bytes > budget.whole_bytes, move.name
 
 
 def test_memory_does_not_depend_on_the_model() -> None:

@@ -44,6 +44,18 @@ def test_what_is_decoded_at_once_is_bounded(name: str, engine: str, scanned: boo
         assert not large or math.prod(chunk) * 4 > 64 << 10, f"{move.name}: chunks of {chunk} are too many"
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("vocab", [128257, 128258, 128264, 128320, 32001, 32003, 49152])
+def test_a_vocabulary_with_few_divisors_does_not_end_in_single_rows(vocab: int, devices: int) -> None:
+    """Llama 3 with a pad token has 128257, a prime: neither a million chunks nor any that is no whole division."""
+    for shape, dim, embed in (((vocab, 4096), 0, 1), ((4096, vocab), 1, 0)):
+        share = tuple(size // devices if at == embed else size for at, size in enumerate(shape))
+        chunk = stored_chunks.chunk_of(share, shape, 4, None, dim)
+        assert chunk[embed] == share[embed]
+        assert share[dim] % chunk[dim] == 0
+        assert share[dim] // chunk[dim] <= 4 * vocab * 4096 * 4 // stored_chunks.ROW_BYTES + 1
+
+
 def test_other_arrays_are_stored_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from orbax.checkpoint._src.arrays import subchunking
 

@@ -75,10 +75,13 @@ def values_for(array: Any) -> np.ndarray:
     return values
 
 
-def unpack(array: Any, folder: Path, major: int | None = 1) -> Unpacked:
-    encoding = encoding_of(array)
-    assert encoding is not None
-    return Unpacked(array, encoding, folder, major)
+EVERYTHING = tuple(slice(None) for _ in SHAPE)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every chunk were too large to be decoded at once."""
+    monkeypatch.setattr(unpacked, "GROUP_BYTES", 60)
 
 
 @pytest.mark.parametrize("group", [50, 120, 500])  # of float32: less than a layer of a row, two of them, two rows
@@ -92,10 +95,10 @@ def test_every_region_is_what_was_stored(
     monkeypatch.setattr(chunk_streams, "READ_BYTES", 64)
     array = store(tmp_path, STORED[name], ocdbt)
     values = values_for(array)
-    found = unpack(array, tmp_path, major)
-    everything = tuple(slice(None) for _ in SHAPE)
+    assert encoding_of(array) is not None
+    found = Unpacked(array, tmp_path, major)
     for region in (
-        everything,
+        EVERYTHING,
         (slice(0, 10), slice(1, 2), slice(0, 14)),
         (slice(0, 10), slice(1, 3), slice(3, 9)),
         (slice(3, 9), slice(0, 3), slice(0, 14)),
@@ -112,6 +115,7 @@ def test_what_cannot_be_streamed_is_left_to_tensorstore(name: str, tmp_path: Pat
     assert encoding_of(store(tmp_path, OTHERS[name])) is None
 
 
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("name", ["v2 zstd in parts", "v3 sharded in parts"])
 def test_a_chunk_that_is_not_stored_has_the_fill_value(name: str, tmp_path: Path) -> None:
     spec = {**STORED[name], "metadata": {**STORED[name]["metadata"], "fill_value": 2.5}}
@@ -119,21 +123,23 @@ def test_a_chunk_that_is_not_stored_has_the_fill_value(name: str, tmp_path: Path
     array[:4].write(np.ones((4, 3, 14), np.float32)).result()
     wanted = np.full(SHAPE, 2.5, np.float32)
     wanted[:4] = 1
-    assert (unpack(array, tmp_path).read((slice(0, 10), slice(0, 3), slice(0, 14))) == wanted).all()
+    assert (Unpacked(array, tmp_path, 1).read(EVERYTHING) == wanted).all()
 
 
+@pytest.mark.usefixtures("streams")
 def test_a_chunk_that_must_be_there_is_an_error(tmp_path: Path) -> None:
     array = store(tmp_path, STORED["v2 zstd in parts"])
     array[:4].write(np.ones((4, 3, 14), np.float32)).result()
     array = ts.open({**array.spec().to_json(), "fill_missing_data_reads": False}).result()
     with pytest.raises(ValueError, match=r"0\.0|1\.0"):
-        unpack(array, tmp_path)
+        Unpacked(array, tmp_path, 1)
 
 
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("where", [0.02, 0.5, 0.98])
 @pytest.mark.parametrize("name", ["v2 zstd", "v3 sharded"])
 def test_flipped_and_missing_bytes(name: str, where: float, tmp_path: Path) -> None:
-    """As TensorStore: what it refuses is refused; what no checksum covers reads as it does there."""
+    """As TensorStore: what it refuses of these is refused; what no checksum covers reads as it does there."""
     array = store(tmp_path, STORED[name])
     values_for(array)
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in (".zarray", "zarr.json")]
@@ -146,25 +152,44 @@ def test_flipped_and_missing_bytes(name: str, where: float, tmp_path: Path) -> N
             wanted = reopened[...].read().result()
         except ValueError:
             with pytest.raises(ValueError, match=r"rame|damaged|early|longer|zstd|size"):
-                unpack(reopened, tmp_path)
+                Unpacked(reopened, tmp_path, 1)
         else:
-            assert unpack(reopened, tmp_path).read((slice(None),) * 3).tobytes() == wanted.tobytes()
+            assert Unpacked(reopened, tmp_path, 1).read(EVERYTHING).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("size", [1679, 1681])
 def test_a_chunk_of_another_size_is_refused(size: int, tmp_path: Path) -> None:
     array = store(tmp_path, v2(SHAPE, compressor=None))
     values_for(array)
     (tmp_path / "0.0.0").write_bytes(bytes(size))
     with pytest.raises(ValueError, match=r"ends early|longer"):
-        unpack(array, tmp_path)
+        Unpacked(array, tmp_path, 1)
+
+
+@pytest.mark.parametrize("group", [1, 700, 1200, 1 << 20])  # a chunk at once; two; the layers' too; all
+@pytest.mark.parametrize("major", [None, 1, 2])
+@pytest.mark.parametrize("name", ["small", "uneven", *OTHERS])
+def test_small_chunks_and_other_codecs_are_decoded_by_tensorstore(
+    name: str, major: int | None, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacked, "GROUP_BYTES", group)
+    spec = {"small": v2((5, 1, 14)), "uneven": v2((4, 2, 5)), **OTHERS}[name]
+    array = store(tmp_path, spec)
+    values = values_for(array)
+    found = Unpacked(array, tmp_path, major)
+    assert os.fstat(found._file.fileno()).st_size == unpacked.file_bytes(
+        SHAPE, array.chunk_layout.read_chunk.shape, values.dtype.itemsize
+    )
+    for region in (EVERYTHING, (slice(3, 9), slice(1, 2), slice(0, 14)), (slice(0, 10), slice(0, 3), slice(4, 11))):
+        assert found.read(region).tobytes() == np.ascontiguousarray(values[region]).tobytes()
 
 
 def test_nothing_is_left_where_it_was_unpacked(tmp_path: Path) -> None:
     array = store(tmp_path / "stored", STORED["v2 zstd"])
     values_for(array)
     (tmp_path / "scratch").mkdir()
-    found = unpack(array, tmp_path / "scratch")
+    found = Unpacked(array, tmp_path / "scratch", 1)
     assert os.listdir(tmp_path / "scratch") == []
     before = len(os.listdir("/proc/self/fd"))
     del found
