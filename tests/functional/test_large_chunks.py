@@ -7,9 +7,11 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,37 @@ def test_no_more_than_two_arrays_are_there_at_any_time(
     assert len(most) >= len(tree)
     assert max(most) == 2
     assert opened.scratch_bytes == sum(sorted(array.nbytes for array in tree.values())[-2:])
+
+
+def test_a_third_array_waits_for_those_that_are_read(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = oracles.maxtext_tree(*oracles.read_hf(tiny("head_dim_96")), scanned=True)
+    opened = orbax_source.TreeSource(save(tmp_path / "ckpt" / "7", "items", tree))
+    go, both = threading.Event(), threading.Barrier(3)
+
+    class Slow(orbax_source.Unpacked):
+        def read(self, region: Sequence[slice]) -> NDArray[Any]:
+            if not go.is_set():
+                both.wait(30)
+                go.wait(30)
+            return super().read(region)
+
+    monkeypatch.setattr(orbax_source, "Unpacked", Slow)
+    paths = list(opened.leaves)[:3]
+    for path in paths:
+        opened.unpack(path)
+    regions = [tuple(slice(None) for _ in opened.leaves[path].tensor.shape) for path in paths]
+    with ThreadPoolExecutor(3) as pool:
+        reading = [pool.submit(opened.read, *each) for each in zip(paths[:2], regions, strict=False)]
+        both.wait(30)
+        third = pool.submit(opened.read, paths[2], regions[2])
+        with pytest.raises(TimeoutError):
+            third.result(0.5)
+        go.set()
+        values = [future.result(30) for future in (*reading, third)]
+    for path, each in zip(paths, values, strict=True):
+        assert each.tobytes() == tree[".".join(path)].tobytes()
 
 
 @pytest.mark.usefixtures("nothing_whole")

@@ -185,6 +185,14 @@ def test_small_chunks_and_other_codecs_are_decoded_by_tensorstore(
         assert found.read(region).tobytes() == np.ascontiguousarray(values[region]).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("group", "box"), [(1, (5, 1, 14)), (700, (5, 2, 14)), (1200, (5, 3, 14)), (1 << 20, (10, 3, 14))]
+)
+def test_neighbours_are_decoded_together(group: int, box: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacked, "GROUP_BYTES", group)
+    assert unpacked._box(SHAPE, (5, 1, 14), 4) == box
+
+
 def test_nothing_is_left_where_it_was_unpacked(tmp_path: Path) -> None:
     array = store(tmp_path / "stored", STORED["v2 zstd"])
     values_for(array)
