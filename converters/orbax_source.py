@@ -136,7 +136,7 @@ class TreeSource:
                 if len(self._kept) < KEPT:
                     self._kept[path] = _Kept(self._unpack(path, major))
                 elif idle:
-                    del self._kept[idle[0]]
+                    self._kept.pop(idle[0]).array.close()
                 else:
                     self._changed.wait()
             kept = self._kept[path] = self._kept.pop(path)  # the latest at the end

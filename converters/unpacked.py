@@ -26,7 +26,7 @@ GROUP_BYTES = 32 << 20
 
 
 class Unpacked:
-    """An array unpacked into a file that has no name: it is gone when this object is, or the process."""
+    """An array unpacked into a file that has no name: it is gone when it is closed, or with the process."""
 
     def __init__(self, array: Any, scratch: Path, major: int | None) -> None:
         """Unpack all of it.
@@ -79,6 +79,10 @@ class Unpacked:
                 self._fill(apart, place, inside)
                 part[...] = apart
         return values.transpose(np.argsort(self._order))
+
+    def close(self) -> None:
+        """Give the disk back; nothing is read afterwards."""
+        self._file.close()
 
     def _fill(self, part: NDArray[Any], place: Index, inside: list[range]) -> None:
         """Read a part of one box, given in the array's order; `part` is contiguous and has the file's."""

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,7 +156,7 @@ def test_no_more_than_two_arrays_are_there_at_any_time(
     source = tiny("head_dim_96")
     tree = oracles.maxtext_tree(*oracles.read_hf(source), scanned=True)
     opened = orbax_source.TreeSource(save(tmp_path / "ckpt" / "7", "items", tree))
-    alive: weakref.WeakSet[orbax_source.Unpacked] = weakref.WeakSet()
+    alive: set[orbax_source.Unpacked] = set()
     most = []
 
     class Counted(orbax_source.Unpacked):
@@ -165,6 +164,10 @@ def test_no_more_than_two_arrays_are_there_at_any_time(
             alive.add(self)
             most.append(len(alive))
             super().__init__(array, scratch, major)
+
+        def close(self) -> None:
+            super().close()
+            alive.remove(self)
 
         def read(self, region: Sequence[slice]) -> NDArray[Any]:
             time.sleep(0.001)

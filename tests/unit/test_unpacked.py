@@ -200,7 +200,7 @@ def test_nothing_is_left_where_it_was_unpacked(tmp_path: Path) -> None:
     found = Unpacked(array, tmp_path / "scratch", 1)
     assert os.listdir(tmp_path / "scratch") == []
     before = len(os.listdir("/proc/self/fd"))
-    del found
+    found.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
