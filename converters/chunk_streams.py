@@ -14,14 +14,11 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import zstandard
 
-from bridge.converters.shard_store import checksum
+from bridge.converters.shard_store import BYTES, CHECKED, CHECKSUM_BYTES, UNWRITTEN, checksum
 
 READ_BYTES = 8 << 20
 """Of one request; the next one is on its way while a chunk is decoded."""
-LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
-INDEX = [LITTLE, {"name": "crc32c"}]
 V2_TYPES = ("<f2", "<f4", "bfloat16")
-MISSING = (1 << 64) - 1
 Index = tuple[int, ...]
 
 
@@ -63,11 +60,11 @@ def encoding_of(array: Any) -> Encoding | None:
     sharded = [codec["name"] for codec in codecs] == ["sharding_indexed"]
     if sharded:
         settings = codecs[0]["configuration"]
-        if settings["index_codecs"] != INDEX or settings.get("index_location", "end") != "end":
+        if settings["index_codecs"] != CHECKED or settings.get("index_location", "end") != "end":
             return None
         chunk, codecs = tuple(settings["chunk_shape"]), settings["codecs"]
     names = [codec["name"] for codec in codecs]
-    if codecs[:1] != [LITTLE] or names not in (["bytes"], ["bytes", "zstd"]):
+    if codecs[:1] != [BYTES] or names not in (["bytes"], ["bytes", "zstd"]):
         return None
     separator = keys.get("configuration", {}).get("separator", "/")
     return Encoding(chunk, shard, sharded, len(names) == 2, f"c{separator}", separator)
@@ -117,25 +114,25 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> bool:
 def _in_shard(kvstore: Any, key: str, counts: Index, inside: Index) -> tuple[int, int] | None:
     """(offset, bytes) of a chunk in its shard, by the index at the shard's end; None if it is not stored."""
     size = 16 * math.prod(counts)
-    found = _read(kvstore, key, slice(-(size + 4), None)).result()
+    found = kvstore.read(key, byte_range=slice(-(size + CHECKSUM_BYTES), None)).result()
     if found.state == "missing":
         return None
     raw = np.frombuffer(found.value, np.uint8)
-    if raw.size != size + 4 or checksum(raw[:size]) != raw[size:].tobytes():
+    if raw.size != size + CHECKSUM_BYTES or checksum(raw[:size]) != raw[size:].tobytes():
         raise ValueError(f"the index of {key} is damaged")
     start, length = (int(part) for part in raw[:size].view("<u8").reshape(*counts, 2)[inside])
-    return None if start == MISSING else (start, length)
+    return None if start == UNWRITTEN else (start, length)
 
 
 def _size(kvstore: Any, key: str, most: int) -> int:
     """The bytes that a key holds, 0 if there is none; a store says no size, and answers only for what is there."""
-    if _read(kvstore, key, slice(0, 1)).result().state == "missing":
+    if kvstore.read(key, byte_range=slice(0, 1)).result().state == "missing":
         return 0
     low, high = 1, most + 1  # there are `low` bytes, but not `high`
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            _read(kvstore, key, slice(middle - 1, middle)).result()
+            kvstore.read(key, byte_range=slice(middle - 1, middle)).result()
             low = middle
         except ValueError as error:
             if "OUT_OF_RANGE" not in str(error):
@@ -166,8 +163,4 @@ class _Stored(io.RawIOBase):
 
     def _request(self) -> Any:
         start, self._next = self._next, min(self._next + READ_BYTES, self._end)
-        return _read(self._kvstore, self._key, slice(start, self._next)) if start < self._next else None
-
-
-def _read(kvstore: Any, key: str, part: slice) -> Any:
-    return kvstore.read(key, byte_range=part)
+        return self._kvstore.read(self._key, byte_range=slice(start, self._next)) if start < self._next else None

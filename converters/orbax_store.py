@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.plan import ITEM_BYTES
-from bridge.converters.shard_store import Shard, ShardWriter
+from bridge.converters.shard_store import BYTES, CHECKED, Shard, ShardWriter
 from bridge.converters.slabs import Tiling
 from bridge.places import BucketPath, kvstore
 
@@ -69,16 +69,11 @@ class TreeSink:
         """A new array, open for writing by whole `chunk`s; readers decode `inner` chunks."""
         import tensorstore as ts
 
-        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-        codecs += [{"name": "crc32c"}] if self.in_place else []
+        codecs: list[dict[str, Any]] = list(CHECKED if self.in_place else [BYTES])
         if self._compression != "none":
             level = int(self._compression.removeprefix("zstd:"))
             codecs.append({"name": "zstd", "configuration": {"level": level}})
-        sharding = {
-            "chunk_shape": list(inner),
-            "codecs": codecs,
-            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        }
+        sharding = {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": CHECKED}
         spec = {
             "driver": "zarr3",
             "kvstore": leaf_kvstore(self.folder, ".".join(path), self._ocdbt),

@@ -19,13 +19,10 @@ from bridge.converters.layout import Axes
 from bridge.converters.orbax_source import DAMAGED
 from bridge.converters.plan import ITEM_BYTES, Move, Tensor
 from bridge.converters.ranges import read_all
-from bridge.converters.shard_store import CHECKSUM_BYTES, checksum
+from bridge.converters.shard_store import CHECKED, CHECKSUM_BYTES, checksum
 from bridge.converters.slabs import Tiling, tile
 from bridge.errors import CheckpointError
 from bridge.places import BucketPath
-
-BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
-CHECKED = [BYTES, {"name": "crc32c"}]
 
 
 class ShardReader:

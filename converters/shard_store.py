@@ -24,6 +24,9 @@ from bridge.converters.ranges import write_all
 from bridge.converters.slabs import Tiling
 
 CHECKSUM_BYTES = 4
+BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+CHECKED: list[dict[str, Any]] = [BYTES, {"name": "crc32c"}]
+"""Codecs as their metadata name them: of values, and of values with their checksum behind them."""
 UNWRITTEN = np.iinfo(np.uint64).max
 """What an index says of a chunk that is not there; both numbers of its entry."""
 
