@@ -44,7 +44,7 @@ def read_all(file: int, buffers: Sequence[Any], position: int) -> bool:
     """
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
-        done = _either(os.preadv, file, left, position)
+        done = _either(os.preadv, file, left, position, UNCACHED)
         if done == 0 and any(map(len, left)):
             return False
         position += done
@@ -52,25 +52,31 @@ def read_all(file: int, buffers: Sequence[Any], position: int) -> bool:
     return True
 
 
-def write_all(file: int, buffers: Sequence[Any], position: int) -> None:
+def write_all(file: int, buffers: Sequence[Any], position: int, cached: bool = False) -> None:
     """Write buffers one behind the other from `position` on, however much a single call takes.
+
+    Args:
+        file: its descriptor.
+        buffers: of bytes.
+        position: in the file.
+        cached: leave it in the page cache, as it is read again at once.
 
     Raises:
         OSError: disk full, no permission ...
     """
-    left = [memoryview(buffer).cast("B") for buffer in buffers]
+    left, flags = [memoryview(buffer).cast("B") for buffer in buffers], 0 if cached else UNCACHED
     while left:
-        part = _first(left, WRITE_BYTES if UNCACHED else CACHED_WRITE_BYTES)
-        done = _either(os.pwritev, file, part, position)
+        part = _first(left, WRITE_BYTES if flags else CACHED_WRITE_BYTES)
+        done = _either(os.pwritev, file, part, position, flags)
         position += done
         _drop(left, done)
 
 
-def _either(call: Callable[..., int], file: int, buffers: list[memoryview], position: int) -> int:
-    """`preadv` or `pwritev` with `UNCACHED`, or without where the kernel or the file system does not know it."""
-    if UNCACHED:
+def _either(call: Callable[..., int], file: int, buffers: list[memoryview], position: int, flags: int) -> int:
+    """`preadv` or `pwritev` with some flags, or without where the kernel or the file system does not know them."""
+    if flags:
         try:
-            return call(file, buffers, position, UNCACHED)
+            return call(file, buffers, position, flags)
         except OSError as error:
             if error.errno not in WITHOUT:
                 raise

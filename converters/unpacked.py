@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.converters.chunk_streams import Encoding, Index, encoding_of, open_chunk, read_into
-from bridge.converters.ranges import read_all
+from bridge.converters.ranges import read_all, write_all
 
 GROUP_BYTES = 32 << 20
 """Of a chunk that are put in order at a time, or of chunks that are decoded at once."""
@@ -40,14 +40,15 @@ class Unpacked:
             ValueError: its chunks are damaged.
             OSError: the folder has no room.
         """
-        self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
+        self._shape: Index = tuple(array.shape)
+        self._dtype: np.dtype[Any] = array.dtype.numpy_dtype
         chunk = tuple(array.chunk_layout.read_chunk.shape)
-        self._box = _box(self.shape, chunk, self.dtype.itemsize)
-        self._box_bytes = math.prod(self._box) * self.dtype.itemsize
-        self._order = _order(len(self.shape), major)
+        self._box = _box(self._shape, chunk, self._dtype.itemsize)
+        self._box_bytes = math.prod(self._box) * self._dtype.itemsize
+        self._order = _order(len(self._shape), major)
         self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 - lives as long as this object
         encoding = encoding_of(array) if self._box_bytes > GROUP_BYTES else None
-        places = list(itertools.product(*(range(-(-s // b)) for s, b in zip(self.shape, self._box, strict=True))))
+        places = list(itertools.product(*(range(-(-s // b)) for s, b in zip(self._shape, self._box, strict=True))))
         self._starts = {place: index * self._box_bytes for index, place in enumerate(places)}
         os.ftruncate(self._file.fileno(), len(places) * self._box_bytes)
         for place in places:
@@ -61,8 +62,8 @@ class Unpacked:
         Raises:
             OSError: the file cannot be read.
         """
-        bounds = [range(*part.indices(size)) for part, size in zip(region, self.shape, strict=True)]
-        values = np.empty([len(bounds[dim]) for dim in self._order], self.dtype)
+        bounds = [range(*part.indices(size)) for part, size in zip(region, self._shape, strict=True)]
+        values = np.empty([len(bounds[dim]) for dim in self._order], self._dtype)
         sides = zip(bounds, self._box, strict=True)
         covered = [range(bound.start // box, -(-bound.stop // box)) for bound, box in sides]
         for place in itertools.product(*covered):
@@ -88,13 +89,13 @@ class Unpacked:
         """Read a part of one box, given in the array's order; `part` is contiguous and has the file's."""
         shape = [self._box[dim] for dim in self._order]
         size, positions = _runs(shape, [inside[dim] for dim in self._order])
-        size *= self.dtype.itemsize
-        positions = positions * self.dtype.itemsize + self._starts[place]
+        size *= self._dtype.itemsize
+        positions = positions * self._dtype.itemsize + self._starts[place]
         file, target = self._file.fileno(), memoryview(part.reshape(-1).view(np.uint8))
         for done, position in zip(range(0, len(target), size), positions.tolist(), strict=True):
-            if os.preadv(file, [target[done : done + size]], position) != size and not read_all(
-                file, [target[done : done + size]], position
-            ):
+            piece = [target[done : done + size]]
+            # There may be a million of them, and a short read is rare: `read_all` costs more than the read.
+            if os.preadv(file, piece, position) != size and not read_all(file, piece, position):
                 raise OSError("a temporary file ends early")
 
     @property
@@ -106,15 +107,15 @@ class Unpacked:
     def _streamed(self, array: Any, encoding: Encoding, place: Index) -> Iterator[tuple[int, int, NDArray[Any]]]:
         """(first row, first layer, values) of every piece of a chunk, which is decoded as a stream."""
         rows, layers, elements = self._sides
-        room = max(1, GROUP_BYTES // (elements * self.dtype.itemsize))
+        room = max(1, GROUP_BYTES // (elements * self._dtype.itemsize))
         some = max(1, min(rows, room // layers))
         part = min(layers, room)
         stream = open_chunk(array, encoding, place)
         if stream is None:
             # TensorStore knows whether that is a fault, and what stands there otherwise.
-            buffer = np.full(some * part * elements, array[self._region(place, 1)].read().result().item(), self.dtype)
+            buffer = np.full(some * part * elements, array[self._region(place, 1)].read().result().item(), self._dtype)
         else:
-            buffer = np.empty(some * part * elements, self.dtype)
+            buffer = np.empty(some * part * elements, self._dtype)
         for row, layer in itertools.product(range(0, rows, some), range(0, layers, part)):
             shape = min(some, rows - row), min(part, layers - layer), elements
             piece = buffer[: math.prod(shape)]
@@ -128,7 +129,7 @@ class Unpacked:
         """The same of a box that TensorStore decodes: of many small chunks, or of one whose codec is not known here."""
         values = array[self._region(place)].read().result()
         if values.shape != self._box:  # the last ones end with the array
-            whole = np.zeros(self._box, self.dtype)
+            whole = np.zeros(self._box, self._dtype)
             whole[tuple(slice(side) for side in values.shape)] = values
             values = whole
         yield 0, 0, np.ascontiguousarray(values).reshape(self._sides)
@@ -136,7 +137,7 @@ class Unpacked:
     def _region(self, place: Index, side: int | None = None) -> tuple[slice, ...]:
         """What of the array a box holds; or the first `side` of it along each dimension."""
         starts = [at * box for at, box in zip(place, self._box, strict=True)]
-        sides = zip(starts, self._box, self.shape, strict=True)
+        sides = zip(starts, self._box, self._shape, strict=True)
         return tuple(slice(start, min(start + (side or box), size)) for start, box, size in sides)
 
     def _write(self, values: NDArray[Any], start: int, row: int, layer: int) -> None:
@@ -144,11 +145,8 @@ class Unpacked:
         rows, _, elements = self._sides
         together = values if rows == 1 else values.swapaxes(0, 1)
         for index, each in enumerate(together, layer):
-            position = start + (index * rows + row) * elements * self.dtype.itemsize
-            left = memoryview(np.ascontiguousarray(each).reshape(-1).view(np.uint8))
-            while left:  # through the page cache, as it is read again at once
-                done = os.pwrite(self._file.fileno(), left, position)
-                position, left = position + done, left[done:]
+            position = start + (index * rows + row) * elements * self._dtype.itemsize
+            write_all(self._file.fileno(), [np.ascontiguousarray(each).view(np.uint8)], position, cached=True)
 
 
 def file_bytes(shape: Index, chunk: Index, itemsize: int) -> int:

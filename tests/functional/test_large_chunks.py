@@ -247,10 +247,10 @@ def test_a_disk_that_fills_up_is_not_taken_for_damage(
     source = tiny("head_dim_96")
     save(tmp_path / "ckpt" / "7", "items", oracles.maxtext_tree(*oracles.read_hf(source), scanned=True))
 
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(unpacked, "write_all", full)
     with pytest.raises(CheckpointError, match=r"cannot be unpacked in .*: No space left") as found:
         export(tmp_path / "ckpt", tmp_path / "out" / "hf", "--base", source)
     assert "make room" in str(found.value.hint)
