@@ -83,7 +83,7 @@ class AdapterSource:
             part = [slice(None)] * len(array.shape)
             if dim is not None:
                 part[dim] = slice(group[0], group[-1] + 1)
-            values = np.asarray(self._source.read(leaf.path, tuple(part), dim)).view(bits_dtype(leaf.tensor.dtype))
+            values = np.asarray(self._source.read(leaf.path, tuple(part))).view(bits_dtype(leaf.tensor.dtype))
             for index, layer in enumerate(group):
                 one = values if dim is None else values.take(index, axis=dim)
                 yield layer, np.ascontiguousarray(one)

@@ -34,11 +34,12 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a stored tree: what it is and how TensorStore opens it."""
+    """One array of a stored tree."""
 
     path: Path_
     tensor: Tensor
-    spec: dict[str, Any]
+    array: Any
+    """As TensorStore has it, open."""
     chunk: tuple[int, ...]
     """What is decoded at once."""
     unpacked: bool = False
@@ -75,11 +76,9 @@ class TreeSource:
         self.folder = folder
         self.scratch = Path(tempfile.gettempdir())
         """Where arrays are unpacked."""
-        self._context = context(cache_bytes)
-        self._opened: dict[Path_, Any] = {}
         self._kept: dict[Path_, _Kept] = {}
         self._changed = threading.Condition()
-        self.leaves = _open_leaves(folder, self._context, only)
+        self.leaves = _open_leaves(folder, context(cache_bytes), only)
 
     def unpack(self, path: Path_) -> None:
         """Have an array unpacked when it is first read."""
@@ -95,16 +94,6 @@ class TreeSource:
         """Shape and dtype of every array."""
         return {path: leaf.tensor for path, leaf in self.leaves.items()}
 
-    def open(self, path: Path_) -> Any:
-        """The array as TensorStore has it.
-
-        Raises:
-            CheckpointError: it cannot be opened.
-        """
-        if path not in self._opened:
-            self._opened[path] = _open(self.leaves[path].spec, self._context, self.folder, path)
-        return self._opened[path]
-
     def read(self, path: Path_, region: Region, major: int | None = None) -> NDArray[Any]:
         """The values of a region; from any thread.
 
@@ -117,12 +106,13 @@ class TreeSource:
             CheckpointError: files are missing, truncated or damaged, or there is no room to unpack them.
         """
         values: NDArray[Any]
-        if self.leaves[path].unpacked:
+        leaf = self.leaves[path]
+        if leaf.unpacked:
             with self._unpacked(path, major) as array:
                 values = array.read(region)
             return values
         try:
-            values = self.open(path)[region].read().result()
+            values = leaf.array[region].read().result()
         except FAULTS as error:
             raise self._unreadable(path, error) from error
         return values
@@ -132,10 +122,9 @@ class TreeSource:
         """An array that nobody takes away; one is unpacked at a time, and no more than `KEPT` are there at any."""
         with self._changed:
             while path not in self._kept:
-                idle = [each for each, kept in self._kept.items() if kept.readers == 0]
                 if len(self._kept) < KEPT:
                     self._kept[path] = _Kept(self._unpack(path, major))
-                elif idle:
+                elif idle := [each for each, kept in self._kept.items() if kept.readers == 0]:
                     self._kept.pop(idle[0]).array.close()
                 else:
                     self._changed.wait()
@@ -149,16 +138,16 @@ class TreeSource:
                 self._changed.notify_all()
 
     def _unpack(self, path: Path_, major: int | None) -> Unpacked:
-        name, needed, free = ".".join(path), self.leaves[path].unpacked_bytes, shutil.disk_usage(self.scratch).free
+        leaf, name = self.leaves[path], ".".join(path)
+        needed, free = leaf.unpacked_bytes, shutil.disk_usage(self.scratch).free
         if needed > free:
             raise CheckpointError(
                 f"{self.folder}: {name} is stored in chunks too large to be held, which are unpacked in "
                 f"{self.scratch}: that needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
                 hint=ROOM,
             )
-        array = self.open(path)
         try:
-            return Unpacked(array, self.scratch, major)
+            return Unpacked(leaf.array, self.scratch, major)
         except OSError as error:  # of the temporary file; TensorStore has none of its own
             raise CheckpointError(
                 f"{self.folder}: {name} cannot be unpacked in {self.scratch}: {error.strerror or error}", hint=ROOM
@@ -213,9 +202,8 @@ def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -
     for path, metadata in _entries(folder):
         if only is not None and path not in only:
             continue
-        spec = _leaf_spec(folder, ".".join(path), metadata)
         try:
-            array = _open(spec, ts_context, folder, path)
+            array = _open(_leaf_spec(folder, ".".join(path), metadata), ts_context, folder, path)
         except CheckpointError as error:
             missing.append(error.message)
             continue
@@ -227,7 +215,7 @@ def _open_leaves(folder: Path, ts_context: Any, only: frozenset[Path_] | None) -
         ):
             missing.append(f"{'.'.join(path)} is stored in chunks of {written}, larger than its shape {array.shape}")
             continue
-        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), spec, chunk)
+        leaves[path] = Leaf(path, Tensor(tuple(array.shape), array.dtype.name), array, chunk)
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} arrays that its metadata names are not there", details=missing, hint=DAMAGED

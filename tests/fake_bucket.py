@@ -136,18 +136,16 @@ def _on_condition(insert: Callable[..., None]) -> Callable[..., None]:
 
 def _with_generation(download: Callable[..., None]) -> Callable[..., None]:
     def answer(request: Any, response: Any, storage: Any, *args: Any) -> None:
-        first = re.fullmatch(r"bytes=(\d+)-\d*", request.get_header("range") or "")
-        if first:  # the emulator would send a range that is not there
+        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.get_header("range") or "")
+        if wanted:
             size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
-            if int(first[1]) >= size:
+            if not wanted[1]:  # the emulator would send the whole object
+                request._request_handler.headers.replace_header("range", f"bytes={max(size - int(wanted[2]), 0)}-")
+            elif int(wanted[1]) >= size:  # it would send a range that is not there
                 response.status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
                 response["Content-Range"] = f"bytes */{size}"
                 response.json({"error": {"code": 416, "message": "The requested range cannot be satisfied."}})
                 return
-        last = re.fullmatch(r"bytes=-(\d+)", request.get_header("range") or "")
-        if last:  # the emulator would send the whole object
-            size = len(storage.get_file(request.params["bucket_name"], request.params["object_id"]))
-            request._request_handler.headers.replace_header("range", f"bytes={max(size - int(last[1]), 0)}-")
         download(request, response, storage, *args)
         generation = _generation(storage, request.params["bucket_name"], request.params["object_id"])
         if generation != "0":

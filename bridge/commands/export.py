@@ -201,8 +201,7 @@ def write(
     reads = [found.chosen.item, found.hf]
     needed = total + source.scratch_bytes
     with new_folder(final, overwrite=overwrite, needs_bytes=needed, reads=reads) as folder:
-        if not isinstance(folder, places.BucketPath):
-            source.scratch = folder.parent
+        source.scratch = folder.parent  # on this host, wherever the output goes
         with HfSink(folder, tensors, shard_bytes) as sink, common.progress("export to hf", total) as progress:
             export_checkpoint(found.plan, found.model, source, sink, Budget(memory), progress)
         names = sidecar.copy_side_files(found.hf, folder)

@@ -141,7 +141,7 @@ def test_compression_changes_no_value(compression: str, tiny: Tiny, tmp_path: Pa
 
 def flip(item: Path, name: str) -> None:
     """Change the last bit of the last value of an array in a checkpoint."""
-    array = TreeSource(item).open(tuple(name.split(".")))
+    array = TreeSource(item).leaves[tuple(name.split("."))].array
     values = np.array(array.read().result())
     values.reshape(-1).view(f"u{values.dtype.itemsize}")[-1] ^= 1
     array.write(values).result()

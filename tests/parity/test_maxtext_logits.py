@@ -72,7 +72,7 @@ def test_an_unscanned_checkpoint_gives_the_same(converted: Callable[..., Path]) 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Array]], None]) -> None:
     """Change arrays of a checkpoint in place."""
     source = TreeSource(checkpoint / "0" / "items")
-    arrays = {".".join(path): source.open(path) for path in source.leaves}
+    arrays = {".".join(path): leaf.array for path, leaf in source.leaves.items()}
     values = {name: np.array(array.read().result()) for name, array in arrays.items()}
     before = {name: value.copy() for name, value in values.items()}
     change(values)

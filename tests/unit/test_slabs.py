@@ -128,7 +128,7 @@ def test_what_engines_store_by_themselves_makes_no_larger_slabs(
     for move in plan:
         groups = zip(move.rule.engine_groups, move.engine_shape, strict=True)
         chunk = tuple(-(-size // devices) if group == ("embed",) else size for group, size in groups)
-        source.leaves[move.engine] = Leaf(move.engine, Tensor(move.engine_shape, "float32"), {}, chunk)
+        source.leaves[move.engine] = Leaf(move.engine, Tensor(move.engine_shape, "float32"), None, chunk)
     budget = Budget()
     unpack_large(source, plan, model, budget)
     for move in plan:
